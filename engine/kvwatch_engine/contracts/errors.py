@@ -1,0 +1,48 @@
+"""Errors of the engine. Messages say the value, the limit and the remedy.
+
+    KVWatchError
+    └── EngineError
+        ├── RequestRejected        a request is refused; nothing was allocated
+        │   ├── RequestInvalid     it can never run (too long, a parameter out of range): 400
+        │   └── EngineOverloaded   the queue is full or the server drains: 429 or 503, try again later
+        ├── ModelError             a model cannot be loaded or is not supported
+        └── CacheCorruption        an invariant of the block pool is broken
+"""
+
+from typing import Literal
+
+from kvwatch.errors import KVWatchError
+
+
+class EngineError(KVWatchError):
+    """Base of the engine's errors."""
+
+
+class RequestRejected(EngineError):
+    """A request is refused; nothing was allocated for it."""
+
+
+class RequestInvalid(RequestRejected):
+    """The request can never run as it is. `param` names the field of the API that is wrong."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class EngineOverloaded(RequestRejected):
+    """The request could run later. `reason` is `queue_full` or `draining`."""
+
+    def __init__(self, message: str, *, reason: Literal["queue_full", "draining"], retry_after_seconds: int = 1) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
+
+
+class ModelError(EngineError):
+    """A model cannot be loaded, or is of a kind that is not supported."""
+
+
+class CacheCorruption(EngineError):
+    """An invariant of the block pool is broken; the message is the equation with its numbers."""

@@ -1,0 +1,109 @@
+"""What a caller submits to the engine and what it gets back."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from kvwatch_engine.contracts.sampling import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    """An end token, a stop token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens` or the context limit."""
+    ABORT = "abort"
+    """The client went away, or the server shut down."""
+    ERROR = "error"
+    """The step failed; `SequenceOutput.error` says how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One request: a prompt and how to continue it `sampling.n` times."""
+
+    request_id: str
+    """Unique among live requests."""
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: str = ""
+    """Part of every block hash of this request: blocks are shared only between equal salts."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Log-probabilities at one generated position."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+    """The most likely tokens, most likely first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOutput:
+    """What one step brought for one sequence.
+
+    `finish_reason` is set in the last output of a sequence; the last output of the last sequence ends the request.
+    """
+
+    request_id: str
+    sequence: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    """One for each token if asked for, else empty."""
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens of the request that were found in the prefix cache at its first admission."""
+    error: str = ""
+
+
+OutputListener = Callable[[Sequence[SequenceOutput]], None]
+"""Called on the engine thread after each step with all outputs of the step; must return quickly and never raise."""
+
+
+class EngineClient(Protocol):
+    """What the server needs of the engine. Every method may be called from any thread."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest possible sequence in tokens, prompt and output together: min(model, pool)."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; its outputs come through the engine's `OutputListener`.
+
+        Raises:
+            RequestInvalid: it can never run (too long for the model, or larger than the whole pool).
+            EngineOverloaded: the queue is full, or the engine drains.
+        """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request whatever its state and free its blocks. Unknown ids are ignored."""
+        ...
+
+    def stop_sequence(self, request_id: str, sequence: int) -> None:
+        """End one sequence with reason `stop` (a stop string was seen). Unknown ids are ignored.
+
+        No further output comes for it: the caller has already decided what its text is.
+        """
+        ...
+
+    def is_alive(self) -> bool:
+        """Whether the step loop makes progress, or has nothing to do."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether new requests are accepted."""
+        ...

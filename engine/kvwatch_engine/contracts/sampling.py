@@ -1,0 +1,48 @@
+"""How the next token of a sequence is chosen."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Parameters of one request, already validated by whoever built them.
+
+    The order of application: penalties and `logit_bias` on the logits, `min_tokens` forbids end tokens, temperature,
+    then `top_k`, `top_p`, `min_p`. Temperature 0 is greedy. Log-probabilities are those of the model, before all that.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this times the most likely one."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token generated so far (not those of the prompt)."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it was generated."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt and output."""
+    seed: int | None = None
+    """The same seed gives the same text; none draws one for the request."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, added to its logit)."""
+    logprobs: int | None = None
+    """Return the log-probability of each chosen token, and of this many of the most likely ones."""
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    """End tokens and stop tokens are forbidden until so many tokens were generated."""
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    n: int = 1
+    """Sequences generated from the same prompt."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens seen before change the logits."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1

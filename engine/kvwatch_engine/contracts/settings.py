@@ -1,0 +1,31 @@
+"""The engine's limits and policies, already validated."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Settings of one engine."""
+
+    num_blocks: int
+    """Blocks of the pool, the null block included."""
+    block_size: int = 16
+    max_model_len: int = 8192
+    """Longest sequence in tokens that the model allows; the pool may allow less."""
+    max_num_seqs: int = 64
+    """Most sequences in one step."""
+    max_batch_tokens: int = 2048
+    """Most tokens in one step."""
+    max_prefill_chunk: int | None = None
+    """Most tokens of one sequence in one step; none means `max_batch_tokens`."""
+    watermark_blocks: int = 0
+    """Blocks kept free when waiting requests are admitted beside running ones."""
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1_048_576
+    enable_prefix_cache: bool = True
+    weights_fingerprint: str = ""
+    """Part of every block hash: K/V of different weights are never confused."""
+    eos_token_ids: tuple[int, ...] = ()
+    vocab_size: int = 1 << 31
+    stall_seconds: float = 30.0
+    """A step that takes longer than this makes the engine count as stuck."""

@@ -1,0 +1,76 @@
+"""What one step computes, and what comes out of it. Both are immutable values; arrays are never written again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwatch_engine.contracts.request import PositionLogprobs
+from kvwatch_engine.contracts.sampling import SamplingParams
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRow:
+    """One token to be sampled from one row of logits."""
+
+    params: SamplingParams
+    seed: int
+    """64-bit seed of the sequence. A draw depends on (seed, position) only: neither batch nor preemption changes it."""
+    position: int
+    """Number of tokens generated so far by the sequence."""
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    """The live list of the sequence: only the first `position` entries belong to this step. For penalties."""
+    forbidden_token_ids: Sequence[int] = ()
+    """Tokens that may not be chosen now (end tokens before `min_tokens`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """One step: the tokens of `num_seqs` sequences, packed one after the other.
+
+    A sequence's tokens are consecutive positions; prefill chunks and decode tokens mix freely. Copies are carried out
+    before anything is written.
+    """
+
+    step: int
+    token_ids: Int64Array
+    """i64[num_tokens]"""
+    positions: Int64Array
+    """i64[num_tokens]: place of each token in its sequence, from 0."""
+    slot_mapping: Int64Array
+    """i64[num_tokens]: slot (block id * block size + offset) that each token's K/V is written to."""
+    query_starts: Int32Array
+    """i32[num_seqs + 1]: where each sequence's tokens begin in the packed arrays; the last is num_tokens."""
+    context_lens: Int32Array
+    """i32[num_seqs]: tokens visible to the last query of each sequence, itself included."""
+    block_tables: Int32Array
+    """i32[num_seqs, max_blocks]: block ids, padded with the null block."""
+    copy_sources: Int64Array
+    """i64[num_copies]: blocks to be copied for copy-on-write."""
+    copy_destinations: Int64Array
+    """i64[num_copies]"""
+    sample_rows: tuple[SampleRow, ...]
+    sample_indices: Int64Array
+    """i64[len(sample_rows)]: packed token whose logits each row samples from. With n > 1 an index repeats."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What came out of one step, row by row of `StepInput.sample_rows`."""
+
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs | None]
+    forward_ns: int
+    sample_ns: int
+    errors: dict[int, str] = field(default_factory=dict)
+    """Row -> why no token could be chosen for it (its logits are not numbers). Only that sequence ends."""

@@ -1,0 +1,132 @@
+"""Events of single blocks: who took them, shared them, filled them, lost them.
+
+From these alone (and `StepScheduled` for filled slots) a ledger rebuilds the pool: a block is *used* while at least one
+block table contains it, else *cached* when it still has a hash, else *empty*. Numbers 10 to 29.
+"""
+
+from typing import Annotated, Literal
+
+from kvwatch.telemetry import metrics
+from kvwatch.telemetry.schema import Event, each_of, event, identity, label, size_of, value
+
+NS = 1e-9
+
+Tier = Literal["device"]
+Group = Literal["0"]
+AllocationReason = Literal["prefill", "decode", "cow", "restore"]
+ReleaseReason = Literal["finished", "aborted", "preempted", "cow", "window", "truncated"]
+EvictionReason = Literal["pressure", "reset", "resize"]
+
+
+@event(
+    10, "block.allocated", "Empty blocks were taken from the pool and appended to a sequence's block table.",
+    feeds=(metrics.KV_BLOCK_ALLOCATIONS.count(size_of("block_ids")),),
+)  # fmt: skip
+class BlocksAllocated(Event):
+    """With reason `cow` the block is not appended: the `BlocksCopied` that follows puts it in its source's place."""
+
+    request: Annotated[str, identity(1, "Request that owns the blocks.")]
+    sequence: Annotated[int, identity(2, "Sequence of the request, from 0.")]
+    block_ids: Annotated[list[int], identity(3, "Blocks taken, in table order.")]
+    reason: Annotated[AllocationReason, label(4, "What the blocks are for.")]
+    tier: Annotated[Tier, label(5, "Tier of the blocks.")] = "device"
+    group: Annotated[Group, label(6, "KV group of the blocks.")] = "0"
+
+
+@event(
+    11, "block.released", "A sequence gave up table entries; each block's reference count fell by one.",
+    feeds=(metrics.KV_BLOCK_RELEASES.count(size_of("block_ids")),),
+)  # fmt: skip
+class BlocksReleased(Event):
+    """With reason `cow` the block has already been replaced in the table; else the entries leave it."""
+
+    request: Annotated[str, identity(1, "Request that owned the blocks.")]
+    sequence: Annotated[int, identity(2, "Sequence of the request, from 0.")]
+    block_ids: Annotated[list[int], identity(3, "Blocks given up, in the order in which they become free: tail first.")]
+    reason: Annotated[ReleaseReason, label(4, "Why they were given up.")]
+    tier: Annotated[Tier, label(5, "Tier of the blocks.")] = "device"
+    group: Annotated[Group, label(6, "KV group of the blocks.")] = "0"
+
+
+@event(12, "block.stored", "Blocks became full and entered the prefix index.")
+class BlocksStored(Event):
+    """Blocks of one sequence, consecutive in its table; `parent` is the hash of the block before the first."""
+
+    hashes: Annotated[list[bytes], identity(1, "Block hashes, one for each block.")]
+    block_ids: Annotated[list[int], identity(2, "Blocks that were stored.")]
+    parent: Annotated[bytes | None, identity(3, "Hash of the preceding block; none at the start of a sequence.")]
+    tier: Annotated[Tier, label(4, "Tier of the blocks.")] = "device"
+    group: Annotated[Group, label(5, "KV group of the blocks.")] = "0"
+
+
+@event(
+    13, "block.evicted", "Cached blocks lost their content and became empty.",
+    feeds=(
+        metrics.KV_BLOCK_EVICTIONS.count(size_of("block_ids")),
+        metrics.KV_BLOCK_LIFETIME.observe(each_of("ages_ns", NS)),
+        metrics.KV_BLOCK_IDLE.observe(each_of("idles_ns", NS)),
+    ),
+)  # fmt: skip
+class BlocksEvicted(Event):
+    """Emitted before the allocation that needed the room. With reason `reset` see `CacheCleared`, which follows."""
+
+    hashes: Annotated[list[bytes], identity(1, "Hashes that left the prefix index.")]
+    block_ids: Annotated[list[int], identity(2, "Blocks that became empty, oldest first.")]
+    ages_ns: Annotated[list[int], value(3, "Time since each block was allocated.", "ns")]
+    idles_ns: Annotated[list[int], value(4, "Time since each block was last released.", "ns")]
+    hits: Annotated[list[int], value(5, "Prefix hits of each block during its life.", "1")]
+    reason: Annotated[EvictionReason, label(6, "Why.")]
+    request: Annotated[str, identity(7, "Request for which room was made; empty for a reset.")]
+    tier: Annotated[Tier, label(8, "Tier of the blocks.")] = "device"
+    group: Annotated[Group, label(9, "KV group of the blocks.")] = "0"
+
+
+@event(
+    14, "block.reused", "A prefix hit: blocks with known content were appended to a sequence's block table.",
+    feeds=(metrics.KV_BLOCK_REUSE_GAP.observe(each_of("gaps_ns", NS)),),
+)  # fmt: skip
+class BlocksReused(Event):
+    """Each block's reference count rose by one; those that were cached became used."""
+
+    request: Annotated[str, identity(1, "Request that hit.")]
+    sequence: Annotated[int, identity(2, "Sequence of the request, from 0.")]
+    block_ids: Annotated[list[int], identity(3, "Blocks reused, in table order.")]
+    gaps_ns: Annotated[list[int], value(4, "For each block that was free: time since its release.", "ns")]
+    tier: Annotated[Tier, label(5, "Tier of the blocks.")] = "device"
+    group: Annotated[Group, label(6, "KV group of the blocks.")] = "0"
+
+
+@event(
+    15, "block.copied", "Shared blocks were copied since a sequence is about to write to them.",
+    feeds=(metrics.KV_BLOCK_COPIES.count(size_of("sources")),),
+)  # fmt: skip
+class BlocksCopied(Event):
+    """In the sequence's block table each source is replaced by its destination, which holds the same tokens."""
+
+    request: Annotated[str, identity(1, "Request that writes.")]
+    sequence: Annotated[int, identity(2, "Sequence that writes.")]
+    sources: Annotated[list[int], identity(3, "Shared blocks.")]
+    destinations: Annotated[list[int], identity(4, "Their copies, of which the sequence is the only owner.")]
+    tier: Annotated[Tier, label(5, "Tier of the blocks.")] = "device"
+    group: Annotated[Group, label(6, "KV group of the blocks.")] = "0"
+
+
+@event(16, "block.cache_cleared", "The prefix cache was reset: no block has a hash any more.")
+class CacheCleared(Event):
+    """Cached blocks became empty; used blocks go on and become empty when released."""
+
+    block_ids: Annotated[list[int], identity(1, "Used blocks that lost their hash.")]
+    tier: Annotated[Tier, label(2, "Tier.")] = "device"
+
+
+@event(
+    17, "block.allocation_failed", "A sequence needed more blocks than were free; nothing was changed.",
+    feeds=(metrics.KV_ALLOCATION_FAILURES.count(),),
+)  # fmt: skip
+class AllocationFailed(Event):
+    """Check, then act: a failed allocation leaves pool and tables as they were."""
+
+    request: Annotated[str, identity(1, "Request that asked.")]
+    needed: Annotated[int, value(2, "Blocks needed.", "blocks")]
+    available: Annotated[int, value(3, "Blocks that could be had (free, above the watermark on admission).", "blocks")]
+    reason: Annotated[Literal["admission", "growth"], label(4, "Whether a request wanted to start or to go on.")]

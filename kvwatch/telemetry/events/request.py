@@ -1,0 +1,140 @@
+"""Events in the life of a request: queued, admitted, first token, preempted, resumed, finished. Numbers 40 to 59."""
+
+from typing import Annotated, Literal
+
+from kvwatch.telemetry import metrics
+from kvwatch.telemetry.schema import Event, amount_of, event, identity, label, value
+
+NS = 1e-9
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+RejectionReason = Literal["queue_full", "too_long", "draining", "invalid"]
+PreemptionMode = Literal["recompute"]
+
+
+@event(40, "request.queued", "A request arrived and waits for admission.")
+class RequestQueued(Event):
+    """The trace context, tenant and adapter of the request join with their features."""
+
+    request: Annotated[str, identity(1, "Request id.")]
+    prompt_tokens: Annotated[int, value(2, "Length of the prompt.", "tokens")]
+    num_sequences: Annotated[int, value(3, "Sequences asked for (`n`).", "1")]
+    queued_ns: Annotated[int, value(4, "Monotonic time at which it arrived.", "ns")]
+
+
+@event(
+    41, "request.rejected", "A request was refused before it was queued.",
+    feeds=(metrics.REQUESTS_REJECTED.count(),),
+)  # fmt: skip
+class RequestRejected(Event):
+    """It never held a block and is in no other metric."""
+
+    request: Annotated[str, identity(1, "Request id.")]
+    reason: Annotated[RejectionReason, label(2, "Why.")]
+
+
+@event(
+    42, "request.admitted", "A request got its first blocks and starts to run.",
+    feeds=(
+        metrics.PREFIX_CACHE_QUERIED_TOKENS.count(amount_of("queried_tokens")),
+        metrics.PREFIX_CACHE_HIT_TOKENS.count(amount_of("hit_tokens")),
+        metrics.PREFIX_CACHE_GRANULARITY_LOST_TOKENS.count(amount_of("granularity_lost_tokens")),
+        metrics.PROMPT_TOKENS.count(amount_of("prompt_tokens")),
+        metrics.QUEUE_SECONDS.observe(amount_of("queue_ns", NS)),
+    ),
+)  # fmt: skip
+class RequestAdmitted(Event):
+    """Once for each request, at its first admission; later ones are `RequestResumed`."""
+
+    request: Annotated[str, identity(1, "Request id.")]
+    prompt_tokens: Annotated[int, value(2, "Length of the prompt.", "tokens")]
+    queried_tokens: Annotated[int, value(3, "Prompt tokens looked up; 0 with the prefix cache off.", "tokens")]
+    hit_tokens: Annotated[int, value(4, "Of these, found in the cache.", "tokens")]
+    granularity_lost_tokens: Annotated[int, value(5, "Of these, in no block that could hit.", "tokens")]
+    queue_ns: Annotated[int, value(6, "Time in the queue.", "ns")]
+    tier: Annotated[Literal["device"], label(7, "Tier of the hits.")] = "device"
+
+
+@event(
+    43, "request.first_token", "The first token of a request was generated.",
+    feeds=(metrics.TIME_TO_FIRST_TOKEN.observe(amount_of("ttft_ns", NS)),),
+)  # fmt: skip
+class FirstToken(Event):
+    """Once for each request, whatever its `n`."""
+
+    request: Annotated[str, identity(1, "Request id.")]
+    ttft_ns: Annotated[int, value(2, "Time since it was queued.", "ns")]
+
+
+@event(
+    44, "request.preempted", "A running request lost its blocks and waits again.",
+    feeds=(metrics.PREEMPTIONS.count(),),
+)  # fmt: skip
+class RequestPreempted(Event):
+    """All its sequences stop together. Its `BlocksReleased` events precede it."""
+
+    request: Annotated[str, identity(1, "Request that was preempted.")]
+    mode: Annotated[PreemptionMode, label(2, "What happens to its K/V.")]
+    reason: Annotated[Literal["blocks"], label(3, "What was short.")]
+    num_blocks: Annotated[int, value(4, "Blocks that became free.", "blocks")]
+    tokens_at_risk: Annotated[int, value(5, "Computed tokens that may have to be computed again.", "tokens")]
+    beneficiary: Annotated[str, identity(6, "Request in whose favour.")]
+
+
+@event(
+    45, "request.resumed", "A preempted request was admitted again.",
+    feeds=(
+        metrics.PREEMPTION_AWAY.observe(amount_of("away_ns", NS)),
+        metrics.PREFIX_CACHE_RESUMED_HIT_TOKENS.count(amount_of("hit_tokens")),
+    ),
+)  # fmt: skip
+class RequestResumed(Event):
+    """Its hits are counted apart from those of new requests."""
+
+    request: Annotated[str, identity(1, "Request id.")]
+    mode: Annotated[PreemptionMode, label(2, "How it was preempted.")]
+    away_ns: Annotated[int, value(3, "Time since the preemption.", "ns")]
+    hit_tokens: Annotated[int, value(4, "Tokens found in the cache again.", "tokens")]
+    recompute_tokens: Annotated[int, value(5, "Tokens that were computed before and will be computed again.", "tokens")]
+
+
+@event(46, "request.forked", "A sequence began as a copy of another: its block table refers to the same blocks.")
+class SequenceForked(Event):
+    """Reference counts of the first `num_blocks` blocks of the parent's table rose by one."""
+
+    request: Annotated[str, identity(1, "Request id.")]
+    parent: Annotated[int, identity(2, "Sequence that was copied.")]
+    child: Annotated[int, identity(3, "Sequence that begins.")]
+    num_blocks: Annotated[int, value(4, "Blocks now shared.", "blocks")]
+
+
+@event(
+    47, "request.finished", "A request ended, whatever the reason. Its blocks have been released.",
+    feeds=(
+        metrics.REQUESTS_FINISHED.count(),
+        metrics.REQUEST_PROMPT_TOKENS.observe(amount_of("prompt_tokens")),
+        metrics.REQUEST_GENERATED_TOKENS.observe(amount_of("generated_tokens")),
+        metrics.REQUEST_KV_BLOCKS.observe(amount_of("peak_blocks")),
+        metrics.PREFILL_SECONDS.observe(amount_of("prefill_ns", NS)),
+        metrics.DECODE_SECONDS.observe(amount_of("decode_ns", NS)),
+        metrics.END_TO_END.observe(amount_of("end_to_end_ns", NS)),
+    ),
+)  # fmt: skip
+class RequestFinished(Event):
+    """Exactly once for each queued request. A time that was never reached is none and is observed nowhere.
+
+    The reason of a request with several sequences: `error` or `abort` if one ended so, else `length` if one did, else
+    `stop`.
+    """
+
+    request: Annotated[str, identity(1, "Request id.")]
+    reason: Annotated[FinishReason, label(2, "Why it ended.")]
+    prompt_tokens: Annotated[int, value(3, "Length of the prompt.", "tokens")]
+    generated_tokens: Annotated[int, value(4, "Tokens generated over all sequences.", "tokens")]
+    cached_tokens: Annotated[int, value(5, "Prompt tokens found in the cache at first admission.", "tokens")]
+    num_preemptions: Annotated[int, value(6, "Times it was preempted.", "1")]
+    peak_blocks: Annotated[int | None, value(7, "Most distinct blocks held at once; none if it never ran.", "blocks")]
+    queue_ns: Annotated[int | None, value(8, "Arrival to first admission.", "ns")]
+    prefill_ns: Annotated[int | None, value(9, "First admission to first token.", "ns")]
+    decode_ns: Annotated[int | None, value(10, "First to last token.", "ns")]
+    end_to_end_ns: Annotated[int | None, value(11, "Arrival to last token; none if no token was generated.", "ns")]

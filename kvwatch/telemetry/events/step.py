@@ -1,0 +1,69 @@
+"""Events of the step loop: what was scheduled, how long it took, and checksums that hold the ledger to the truth.
+
+Numbers 60 to 79.
+"""
+
+from typing import Annotated
+
+from kvwatch.telemetry import metrics
+from kvwatch.telemetry.schema import Event, amount_of, event, identity, sum_of, value, weighted
+
+NS = 1e-9
+
+
+@event(
+    60, "step.scheduled", "A step was put together; its tokens go through the model next.",
+    feeds=(
+        metrics.COMPUTED_TOKENS.count(sum_of("num_tokens")),
+        metrics.STEP_TOKENS.observe(amount_of("total_tokens")),
+        metrics.BATCH_SIZE.observe(amount_of("num_sequences")),
+    ),
+)  # fmt: skip
+class StepScheduled(Event):
+    """The written blocks tell the ledger how many slots are filled. A block is listed once for each step."""
+
+    requests: Annotated[list[str], identity(1, "Request of each scheduled sequence.")]
+    num_tokens: Annotated[list[int], value(2, "Tokens scheduled for each of them.", "tokens")]
+    total_tokens: Annotated[int, value(3, "Sum of these.", "tokens")]
+    num_sequences: Annotated[int, value(4, "Number of scheduled sequences.", "1")]
+    written_block_ids: Annotated[list[int], identity(5, "Blocks that this step writes to.")]
+    filled_slots: Annotated[list[int], value(6, "Filled slots of each of them after the step.", "tokens")]
+
+
+@event(
+    61, "step.completed", "A step is over: its tokens were sampled and applied.",
+    feeds=(
+        metrics.GENERATED_TOKENS.count(amount_of("generated_tokens")),
+        metrics.RECOMPUTED_TOKENS.count(amount_of("recomputed_tokens")),
+        metrics.INTER_TOKEN_LATENCY.observe(weighted("inter_token_ns", "inter_token_counts", NS)),
+        metrics.STEP_DURATION.observe(amount_of("schedule_ns", NS), phase="schedule"),
+        metrics.STEP_DURATION.observe(amount_of("forward_ns", NS), phase="forward"),
+        metrics.STEP_DURATION.observe(amount_of("sample_ns", NS), phase="sample"),
+        metrics.STEP_DURATION.observe(amount_of("apply_ns", NS), phase="apply"),
+    ),
+)  # fmt: skip
+class StepCompleted(Event):
+    """Counts at the end of the step: the ledger's must be equal. Phase durations feed `step_seconds`."""
+
+    schedule_ns: Annotated[int, value(1, "Duration of scheduling and batch building.", "ns")]
+    forward_ns: Annotated[int, value(2, "Duration of the model's forward pass.", "ns")]
+    sample_ns: Annotated[int, value(3, "Duration of sampling.", "ns")]
+    apply_ns: Annotated[int, value(4, "Duration of applying the results.", "ns")]
+    generated_tokens: Annotated[int, value(5, "Tokens generated.", "tokens")]
+    recomputed_tokens: Annotated[int, value(6, "Scheduled tokens that had been computed before a preemption.", "tokens")]
+    inter_token_ns: Annotated[list[int], value(7, "Distinct times between two tokens of a sequence.", "ns")]
+    inter_token_counts: Annotated[list[int], value(8, "Number of sequences for each of these times.", "1")]
+    num_used_blocks: Annotated[int, value(9, "Checksum: used blocks.", "blocks")]
+    num_cached_blocks: Annotated[int, value(10, "Checksum: cached blocks.", "blocks")]
+    num_empty_blocks: Annotated[int, value(11, "Checksum: empty blocks.", "blocks")]
+    num_table_entries: Annotated[int, value(12, "Checksum: sum of reference counts.", "blocks")]
+    num_running: Annotated[int, value(13, "Checksum: running requests.", "1")]
+    num_waiting: Annotated[int, value(14, "Checksum: waiting requests.", "1")]
+    waiting_for: Annotated[dict[str, int], value(15, "Waiting requests by reason.", "1")]
+
+
+@event(62, "step.failed", "A step raised in the model; its requests ended with an error.", feeds=(metrics.STEP_ERRORS.count(),))
+class StepFailed(Event):
+    """The engine goes on with the next step."""
+
+    error: Annotated[str, identity(1, "Class of the exception.")]

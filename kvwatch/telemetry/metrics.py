@@ -1,0 +1,292 @@
+"""Every metric: name, meaning, unit, labels, when it moves, how to aggregate it, what to do about it.
+
+Events name the counters and histograms that they feed; gauges are read from the ledger's view or from kvwatch itself.
+Exporters, docs/metrics.md and dashboards are derived from this page. Histogram bounds of request latencies are those
+that vLLM's dashboards use, so that the two can be laid over each other.
+"""
+
+from kvwatch.telemetry.schema import Metric, MetricKind
+
+RESIDENCY_SECONDS = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60,
+    120, 300, 600, 1200, 1800, 3600, 14400, 86400,
+)  # fmt: skip
+TTFT_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10,
+    20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+ITL_SECONDS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+REQUEST_SECONDS = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+STEP_SECONDS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
+)  # fmt: skip
+TOKENS = tuple(float(2**i) for i in range(18))
+BLOCKS = tuple(float(2**i) for i in range(17))
+BATCH = tuple(float(2**i) for i in range(11))
+
+TIERS = ("device",)
+"""Tiers that exist; host and disk arrive with swapping."""
+GROUPS = ("0",)
+"""KV groups that exist; more arrive with hybrid models."""
+
+
+def _counter(name: str, brief: str, unit: str = "1", labels: tuple[str, ...] = (), **more: str) -> Metric:
+    return Metric(MetricKind.COUNTER, name, brief, unit, labels, **more)  # type: ignore[arg-type]
+
+
+def _gauge(name: str, brief: str, unit: str = "1", labels: tuple[str, ...] = (), **more: str) -> Metric:
+    return Metric(MetricKind.GAUGE, name, brief, unit, labels, **more)  # type: ignore[arg-type]
+
+
+def _histogram(name: str, brief: str, unit: str, buckets: tuple[float, ...], labels: tuple[str, ...] = (), **more: str) -> Metric:
+    return Metric(MetricKind.HISTOGRAM, name, brief, unit, labels, buckets, **more)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- pool gauges (from the ledger's view)
+KV_BLOCK_CAPACITY = _gauge(
+    "kv_block_capacity", "Blocks of the pool, the null block left out.", "blocks", ("tier",),
+    moves="When the pool is built or resized.",
+    action="Compare with kv_blocks: capacity = empty + used + cached, always.",
+)  # fmt: skip
+KV_BLOCKS = _gauge(
+    "kv_blocks", "Blocks by state: used by a live sequence, cached (free, content kept), empty.", "blocks",
+    ("tier", "group", "state"),
+    moves="At every allocation, release, store and eviction.",
+    action="Many cached blocks are good (they are free memory that may still save work). Used near capacity means pressure.",
+)  # fmt: skip
+KV_FREE_BLOCKS = _gauge(
+    "kv_free_blocks", "Blocks that can be allocated now: cached + empty.", "blocks", ("tier",),
+    moves="With kv_blocks.", action="Near kv_watermark_blocks: new requests wait.",
+)  # fmt: skip
+KV_USAGE_RATIO = _gauge(
+    "kv_usage_ratio", "Used blocks divided by capacity.", "ratio", ("tier",),
+    moves="With kv_blocks.", aggregate="sum of used divided by sum of capacity; never an average of ratios",
+    action="Sustained above 0.9: expect preemptions; add memory or lower concurrency.",
+)  # fmt: skip
+KV_TOKEN_CAPACITY = _gauge(
+    "kv_token_capacity", "Tokens that fit the pool.", "tokens", ("tier", "group"),
+    moves="When the pool is built or resized.", action="The longest request that can ever run.",
+)  # fmt: skip
+KV_HELD_SLOTS = _gauge(
+    "kv_held_slots", "Slots of used blocks (used blocks x block size).", "tokens", ("tier", "group"),
+    moves="With allocations and releases.", action="See kv_waste_ratio.",
+)  # fmt: skip
+KV_FILLED_SLOTS = _gauge(
+    "kv_filled_slots", "Slots of used blocks that hold K/V.", "tokens", ("tier", "group"),
+    moves="At every step.", action="See kv_waste_ratio.",
+)  # fmt: skip
+KV_WASTE_RATIO = _gauge(
+    "kv_waste_ratio", "Part of the held slots that holds no token (1 - filled/held); 0 while nothing is held.", "ratio",
+    ("tier", "group"), moves="At every step.", aggregate="1 - sum of filled / sum of held",
+    action="High with short requests and large blocks: choose a smaller block size.",
+)  # fmt: skip
+KV_SHARED_BLOCKS = _gauge(
+    "kv_shared_blocks", "Used blocks that are in more than one block table.", "blocks", ("tier", "group"),
+    moves="On prefix hits, forks and copy-on-write.", action="Zero with a common system prompt: is the prefix cache on?",
+)  # fmt: skip
+KV_SHARING_SAVED_BLOCKS = _gauge(
+    "kv_sharing_saved_blocks", "Blocks saved by sharing: table entries minus distinct used blocks.", "blocks",
+    ("tier", "group"), moves="With kv_shared_blocks.", action="What sharing is worth right now.",
+)  # fmt: skip
+KV_WATERMARK_BLOCKS = _gauge(
+    "kv_watermark_blocks", "Blocks kept free when waiting requests are admitted.", "blocks", ("tier",),
+    moves="When configured.", action="Raise it when preemptions are frequent.",
+)  # fmt: skip
+KV_BLOCK_SIZE_TOKENS = _gauge(
+    "kv_block_size_tokens", "Tokens in one block.", "tokens", moves="When the pool is built.", aggregate="max",
+    action="Turns blocks into tokens in queries.",
+)  # fmt: skip
+KV_BLOCK_BYTES = _gauge(
+    "kv_block_bytes", "Bytes of one block over all layers of its group.", "bytes", moves="When the pool is built.",
+    aggregate="max", action="Turns blocks into bytes in queries.",
+)  # fmt: skip
+KV_ORPHANED_BLOCKS = _gauge(
+    "kv_orphaned_blocks", "Used blocks that no live request holds; 0 unless there is a leak.", "blocks", ("tier",),
+    moves="Never, in a healthy engine.", action="Not 0: a defect; keep a snapshot and report it.",
+)  # fmt: skip
+
+# ---------------------------------------------------------------- pool counters and histograms
+KV_BLOCK_ALLOCATIONS = _counter(
+    "kv_block_allocations", "Blocks taken from the pool.", "blocks", ("tier", "reason"),
+    moves="When a sequence grows, is admitted, or copies a shared block.", action="Its rate is the pool's churn.",
+)  # fmt: skip
+KV_BLOCK_RELEASES = _counter(
+    "kv_block_releases", "Table entries given up (a shared block counts once for each owner).", "blocks",
+    ("tier", "reason"), moves="When sequences end or are preempted.", action="reason=preempted shows work thrown away.",
+)  # fmt: skip
+KV_BLOCK_EVICTIONS = _counter(
+    "kv_block_evictions", "Cached blocks whose content was dropped.", "blocks", ("tier", "reason"),
+    moves="When an allocation finds no empty block, or on a reset.",
+    action="Harmless churn unless prefix_cache_regretted_tokens or recomputation follow.",
+)  # fmt: skip
+KV_BLOCK_COPIES = _counter(
+    "kv_block_copies", "Blocks copied before a shared block was written.", "blocks", ("tier",),
+    moves="With n > 1: once for each sequence but the last owner.", action="Expected; large only with many parallel samples.",
+)  # fmt: skip
+KV_ALLOCATION_FAILURES = _counter(
+    "kv_allocation_failures", "Times a sequence asked for blocks and the pool had too few.", "1", ("reason",),
+    moves="Before each preemption and whenever an admission waits for blocks.", action="The pool is too small for the load.",
+)  # fmt: skip
+KV_STALL_SECONDS = _counter(
+    "kv_stall_seconds", "Time during which at least one request waited for blocks.", "seconds",
+    moves="While requests wait with reason=blocks.", aggregate="sum", action="What more memory would buy, in seconds.",
+)  # fmt: skip
+KV_BLOCK_LIFETIME = _histogram(
+    "kv_block_lifetime_seconds", "Age of a cached block at its eviction, since it was allocated.", "seconds",
+    RESIDENCY_SECONDS, moves="On evictions.", action="Short lifetimes: the cache is too small for its prefixes.",
+)  # fmt: skip
+KV_BLOCK_IDLE = _histogram(
+    "kv_block_idle_before_eviction_seconds", "Time from a block's last use to its eviction.", "seconds",
+    RESIDENCY_SECONDS, moves="On evictions.", action="Short idle times: blocks are evicted while still warm.",
+)  # fmt: skip
+KV_BLOCK_REUSE_GAP = _histogram(
+    "kv_block_reuse_gap_seconds", "Time between a cached block's release and its reuse.", "seconds",
+    RESIDENCY_SECONDS, moves="On prefix hits of free blocks.", action="Gaps longer than idle times: a larger pool would hit more.",
+)  # fmt: skip
+REQUEST_KV_BLOCKS = _histogram(
+    "request_kv_blocks", "Most blocks that a request held at once.", "blocks", BLOCKS, moves="When a request ends.",
+    action="Capacity divided by its mean is the concurrency that fits.",
+)  # fmt: skip
+
+# ---------------------------------------------------------------- prefix cache (all in tokens)
+PREFIX_CACHE_QUERIED_TOKENS = _counter(
+    "prefix_cache_queried_tokens", "Prompt tokens looked up, once for each request at its first admission.", "tokens",
+    moves="At admission.", action="Denominator of the hit ratio.",
+)  # fmt: skip
+PREFIX_CACHE_HIT_TOKENS = _counter(
+    "prefix_cache_hit_tokens", "Prompt tokens found in the cache at first admission.", "tokens", ("tier",),
+    moves="At admission.", action="rate(hit)/rate(queried) is the hit ratio.",
+)  # fmt: skip
+PREFIX_CACHE_RESUMED_HIT_TOKENS = _counter(
+    "prefix_cache_resumed_hit_tokens", "Tokens that preempted requests found again; no hits in the usual sense.", "tokens",
+    moves="When a preempted request resumes.", action="Kept apart so that thrash cannot look like a good hit ratio.",
+)  # fmt: skip
+PREFIX_CACHE_GRANULARITY_LOST_TOKENS = _counter(
+    "prefix_cache_granularity_lost_tokens",
+    "Tokens that can never hit: the tail of the prompt that fills no block, and a last block that must be recomputed.",
+    "tokens", moves="At admission.", action="Large beside few hits: prompts share less than a block; try a smaller block size.",
+)  # fmt: skip
+
+# ---------------------------------------------------------------- pressure
+PREEMPTIONS = _counter(
+    "preemptions", "Requests that lost their blocks to others.", "1", ("mode", "reason"),
+    moves="When a running request needs a block and none is free.", action="Sustained: raise the watermark or the pool.",
+)  # fmt: skip
+PREEMPTION_AWAY = _histogram(
+    "preemption_away_seconds", "Time from a preemption to the resumption.", "seconds", REQUEST_SECONDS, ("mode",),
+    moves="When a preempted request resumes.", action="What users feel as a stall in the middle of an answer.",
+)  # fmt: skip
+RECOMPUTED_TOKENS = _counter(
+    "recomputed_tokens", "Tokens computed again since a preemption had dropped their K/V.", "tokens",
+    moves="After resumptions.", action="recomputed/computed is the tax of preemption.",
+)  # fmt: skip
+COMPUTED_TOKENS = _counter(
+    "computed_tokens", "Tokens run through the model.", "tokens", moves="At every step.", action="The engine's useful and useless work.",
+)  # fmt: skip
+
+# ---------------------------------------------------------------- requests
+REQUESTS = _gauge(
+    "requests", "Requests in the engine, by state.", "1", ("state",), moves="When requests arrive, start, end.",
+    action="Waiting grows while running does not: see waiting_requests for the reason.",
+)  # fmt: skip
+WAITING_REQUESTS = _gauge(
+    "waiting_requests", "Waiting requests by what they wait for.", "1", ("reason",), moves="At every step.",
+    action="blocks: memory; sequences: max-num-seqs; tokens: max-batch-tokens.",
+)  # fmt: skip
+OLDEST_WAITING_TIMESTAMP = _gauge(
+    "oldest_waiting_timestamp_seconds", "Unix time at which the longest-waiting request was queued; absent if none waits.",
+    "seconds", moves="When the head of the queue changes.", aggregate="min", action="time() minus it is the longest wait.",
+)  # fmt: skip
+QUEUE_LIMIT = _gauge(
+    "queue_limit", "Limit of the waiting queue; beyond it requests get 429.", "1", ("unit",), moves="When configured.",
+    action="See requests_rejected_total.",
+)  # fmt: skip
+REQUESTS_FINISHED = _counter(
+    "requests_finished", "Requests that ended, by reason.", "1", ("reason",), moves="Once for each request.",
+    action="abort: clients hang up; error: look at the logs.",
+)  # fmt: skip
+REQUESTS_REJECTED = _counter(
+    "requests_rejected", "Requests refused before they were queued.", "1", ("reason",), moves="On 4xx by the engine.",
+    action="queue_full: the engine is overloaded.",
+)  # fmt: skip
+PROMPT_TOKENS = _counter("prompt_tokens", "Prompt tokens of admitted requests.", "tokens", moves="At first admission.")
+GENERATED_TOKENS = _counter("generated_tokens", "Tokens generated.", "tokens", moves="At every step.")
+REQUEST_PROMPT_TOKENS = _histogram(
+    "request_prompt_tokens", "Prompt length of finished requests.", "tokens", TOKENS, moves="When a request ends."
+)
+REQUEST_GENERATED_TOKENS = _histogram(
+    "request_generated_tokens", "Tokens generated for finished requests, over all its sequences.", "tokens", TOKENS,
+    moves="When a request ends.",
+)  # fmt: skip
+TIME_TO_FIRST_TOKEN = _histogram(
+    "time_to_first_token_seconds", "From arrival at the engine to the first token.", "seconds", TTFT_SECONDS,
+    moves="At the first token.", action="High with a low queue_seconds: prefill; else the queue.",
+)  # fmt: skip
+INTER_TOKEN_LATENCY = _histogram(
+    "inter_token_latency_seconds", "Time between two tokens of one sequence.", "seconds", ITL_SECONDS,
+    moves="At every token but the first.", action="Tails: preemption, or prefill chunks too large.",
+)  # fmt: skip
+END_TO_END = _histogram(
+    "end_to_end_seconds", "From arrival to the last token.", "seconds", REQUEST_SECONDS, moves="When a request ends."
+)
+QUEUE_SECONDS = _histogram(
+    "queue_seconds", "From arrival to first admission.", "seconds", REQUEST_SECONDS, moves="At first admission.",
+    action="The queue is the bottleneck when it is a large part of the time to first token.",
+)  # fmt: skip
+PREFILL_SECONDS = _histogram(
+    "prefill_seconds", "From first admission to the first token.", "seconds", REQUEST_SECONDS, moves="When a request ends."
+)
+DECODE_SECONDS = _histogram(
+    "decode_seconds", "From the first to the last token.", "seconds", REQUEST_SECONDS, moves="When a request ends."
+)
+
+# ---------------------------------------------------------------- engine
+STEP_DURATION = _histogram(
+    "step_seconds", "Duration of a step by phase.", "seconds", STEP_SECONDS, ("phase",), moves="At every step."
+)
+STEP_TOKENS = _histogram("step_tokens", "Tokens computed in a step.", "tokens", TOKENS, moves="At every step.")
+BATCH_SIZE = _histogram("batch_size", "Sequences in a step.", "1", BATCH, moves="At every step.")
+LAST_STEP_TIMESTAMP = _gauge(
+    "last_step_timestamp_seconds", "Unix time of the last completed step.", "seconds", moves="At every step.",
+    aggregate="max", action="Old while requests run: the engine is stuck.",
+)  # fmt: skip
+STEP_ERRORS = _counter("step_errors", "Steps that failed.", "1", moves="On a failure in the model.", action="Look at the logs.")
+BUILD_INFO = _gauge(
+    "build_info", "Always 1; the version in a label.", "1", ("version",), moves="Never.", aggregate="max"
+)
+
+# ---------------------------------------------------------------- kvwatch itself
+TELEMETRY_EVENTS = _counter("telemetry_events", "Events that the ledger has applied.", "1", ("event",), moves="All the time.")
+TELEMETRY_GAPS = _counter(
+    "telemetry_gaps", "Times a subscriber lost events and was healed by a snapshot.", "1", ("subscriber",),
+    moves="When a subscriber is too slow.", action="Counters fed by the lost events are low by what was lost.",
+)  # fmt: skip
+TELEMETRY_DROPPED = _counter(
+    "telemetry_dropped", "Events that a subscriber lost.", "1", ("subscriber",), moves="With telemetry_gaps."
+)
+TELEMETRY_LAG = _gauge(
+    "telemetry_lag_events", "Events that a subscriber has still to read.", "1", ("subscriber",), moves="All the time.",
+    aggregate="max",
+)  # fmt: skip
+TELEMETRY_ERRORS = _counter(
+    "telemetry_errors", "Errors inside a subscriber; the engine was not touched.", "1", ("subscriber",), moves="On defects.",
+    action="Not 0: a defect in kvwatch; look at its logs.",
+)  # fmt: skip
+TELEMETRY_CPU = _counter(
+    "telemetry_cpu_seconds", "Processor time of kvwatch's own threads.", "seconds", ("thread",), moves="All the time."
+)
+LEDGER_VIOLATIONS = _counter(
+    "ledger_violations", "Steps after which the ledger and the engine's checksums disagreed.", "1", moves="On defects.",
+    action="Not 0: do not trust the pool gauges; the log has the equation.",
+)  # fmt: skip
+LEDGER_UPDATE_TIMESTAMP = _gauge(
+    "ledger_update_timestamp_seconds", "Unix time of the newest event in the view that is shown.", "seconds",
+    moves="While the engine works.", aggregate="max", action="Tells a frozen number from a true one.",
+)  # fmt: skip
+
+CATALOGUE: tuple[Metric, ...] = tuple(item for item in list(globals().values()) if isinstance(item, Metric))
+"""All metrics in the order of this page."""

@@ -1,0 +1,56 @@
+"""The engine's whole KV state between two steps, as plain columns.
+
+A snapshot and the events that follow it say exactly what all events from the beginning say. Late subscribers, healed
+gaps and sidecars that restart all begin with one. Taken by the engine thread between steps.
+"""
+
+import msgspec
+
+
+class SequenceState(msgspec.Struct, frozen=True, gc=False):
+    """One live sequence that holds blocks."""
+
+    request: str
+    sequence: int
+    block_ids: list[int]
+
+
+class RequestState(msgspec.Struct, frozen=True, gc=False):
+    """One live request. `state` is `waiting`, `running` or `swapped`."""
+
+    request: str
+    state: str
+    queued_ns: int
+    """Monotonic time at which it was queued."""
+    wait_reason: str = ""
+    """Why it waits: `blocks`, `sequences`, `tokens` or `paused`; empty while it runs or was not looked at yet."""
+
+
+class TierState(msgspec.Struct, frozen=True, gc=False):
+    """The blocks of one tier, by column. Index 0 is the null block; every column has `num_blocks` entries."""
+
+    tier: str
+    num_blocks: int
+    ref_counts: list[int]
+    """Number of sequences whose block table contains the block."""
+    hashes: list[bytes | None]
+    """Block hash of every block that the prefix index knows."""
+    filled_slots: list[int]
+    """Slots whose K/V was written since the block was allocated."""
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True, gc=False):
+    """Everything that a ledger needs to go on from event number `seq`."""
+
+    seq: int
+    """Number of the first event that is not contained in this snapshot."""
+    step: int
+    time_ns: int
+    block_size_tokens: int
+    block_bytes: int
+    watermark_blocks: int
+    max_queued_requests: int
+    max_queued_tokens: int
+    tiers: list[TierState]
+    sequences: list[SequenceState]
+    requests: list[RequestState]
