@@ -106,19 +106,25 @@ class EventLog:
             self.active = bool(self._cursors)
 
     def _read(self, start: int, limit: int) -> list[Event]:
-        head = self.head
+        head, ring, capacity = self.head, self._ring, self._capacity
         end = min(head, start + limit)
-        if start < head - self._capacity:
-            raise GapError(start, head - self._capacity)
-        events: list[Event] = []
-        for seq in range(start, end):
-            event = self._ring[seq % self._capacity]
-            if event is None or event.seq != seq:  # overwritten while we were reading
-                if events:
-                    break
-                raise GapError(seq, self.head - self._capacity)
-            events.append(event)
-        return events
+        if start < head - capacity:
+            raise GapError(start, head - capacity)
+        first, stop = start % capacity, start % capacity + end - start
+        # Slicing is atomic in CPython, and events are overwritten oldest first: when the oldest of a slice is the
+        # one that was asked for, so are the others.
+        events = ring[first:stop]
+        if events and not _is_event(events[0], start):
+            raise GapError(start, self.head - capacity)
+        if stop > capacity:
+            wrapped = ring[: stop - capacity]
+            if _is_event(wrapped[0], start + len(events)):
+                events += wrapped
+        return events  # type: ignore[return-value]  # every place below the head holds an event
+
+
+def _is_event(event: Event | None, seq: int) -> bool:
+    return event is not None and event.seq == seq
 
 
 class Cursor:

@@ -42,7 +42,9 @@ def _gauge(name: str, brief: str, unit: str = "1", labels: tuple[str, ...] = (),
     return Metric(MetricKind.GAUGE, name, brief, unit, labels, **more)  # type: ignore[arg-type]
 
 
-def _histogram(name: str, brief: str, unit: str, buckets: tuple[float, ...], labels: tuple[str, ...] = (), **more: str) -> Metric:
+def _histogram(
+    name: str, brief: str, unit: str, buckets: tuple[float, ...], labels: tuple[str, ...] = (), **more: str
+) -> Metric:
     return Metric(MetricKind.HISTOGRAM, name, brief, unit, labels, buckets, **more)  # type: ignore[arg-type]
 
 
@@ -216,7 +218,11 @@ REQUESTS_REJECTED = _counter(
 PROMPT_TOKENS = _counter("prompt_tokens", "Prompt tokens of admitted requests.", "tokens", moves="At first admission.")
 GENERATED_TOKENS = _counter("generated_tokens", "Tokens generated.", "tokens", moves="At every step.")
 REQUEST_PROMPT_TOKENS = _histogram(
-    "request_prompt_tokens", "Prompt length of finished requests.", "tokens", TOKENS, moves="When a request ends."
+    "request_prompt_tokens",
+    "Prompt length of finished requests.",
+    "tokens",
+    TOKENS,
+    moves="When a request ends.",
 )
 REQUEST_GENERATED_TOKENS = _histogram(
     "request_generated_tokens", "Tokens generated for finished requests, over all its sequences.", "tokens", TOKENS,
@@ -231,22 +237,39 @@ INTER_TOKEN_LATENCY = _histogram(
     moves="At every token but the first.", action="Tails: preemption, or prefill chunks too large.",
 )  # fmt: skip
 END_TO_END = _histogram(
-    "end_to_end_seconds", "From arrival to the last token.", "seconds", REQUEST_SECONDS, moves="When a request ends."
+    "end_to_end_seconds",
+    "From arrival to the last token.",
+    "seconds",
+    REQUEST_SECONDS,
+    moves="When a request ends.",
 )
 QUEUE_SECONDS = _histogram(
     "queue_seconds", "From arrival to first admission.", "seconds", REQUEST_SECONDS, moves="At first admission.",
     action="The queue is the bottleneck when it is a large part of the time to first token.",
 )  # fmt: skip
 PREFILL_SECONDS = _histogram(
-    "prefill_seconds", "From first admission to the first token.", "seconds", REQUEST_SECONDS, moves="When a request ends."
+    "prefill_seconds",
+    "From first admission to the first token.",
+    "seconds",
+    REQUEST_SECONDS,
+    moves="When a request ends.",
 )
 DECODE_SECONDS = _histogram(
-    "decode_seconds", "From the first to the last token.", "seconds", REQUEST_SECONDS, moves="When a request ends."
+    "decode_seconds",
+    "From the first to the last token.",
+    "seconds",
+    REQUEST_SECONDS,
+    moves="When a request ends.",
 )
 
 # ---------------------------------------------------------------- engine
 STEP_DURATION = _histogram(
-    "step_seconds", "Duration of a step by phase.", "seconds", STEP_SECONDS, ("phase",), moves="At every step."
+    "step_seconds",
+    "Duration of a step by phase.",
+    "seconds",
+    STEP_SECONDS,
+    ("phase",),
+    moves="At every step.",
 )
 STEP_TOKENS = _histogram("step_tokens", "Tokens computed in a step.", "tokens", TOKENS, moves="At every step.")
 BATCH_SIZE = _histogram("batch_size", "Sequences in a step.", "1", BATCH, moves="At every step.")
@@ -254,13 +277,17 @@ LAST_STEP_TIMESTAMP = _gauge(
     "last_step_timestamp_seconds", "Unix time of the last completed step.", "seconds", moves="At every step.",
     aggregate="max", action="Old while requests run: the engine is stuck.",
 )  # fmt: skip
-STEP_ERRORS = _counter("step_errors", "Steps that failed.", "1", moves="On a failure in the model.", action="Look at the logs.")
+STEP_ERRORS = _counter(
+    "step_errors", "Steps that failed.", "1", moves="On a failure in the model.", action="Look at the logs."
+)
 BUILD_INFO = _gauge(
     "build_info", "Always 1; the version in a label.", "1", ("version",), moves="Never.", aggregate="max"
 )
 
 # ---------------------------------------------------------------- kvwatch itself
-TELEMETRY_EVENTS = _counter("telemetry_events", "Events that the ledger has applied.", "1", ("event",), moves="All the time.")
+TELEMETRY_EVENTS = _counter(
+    "telemetry_events", "Events that the ledger has applied.", "1", ("event",), moves="All the time."
+)
 TELEMETRY_GAPS = _counter(
     "telemetry_gaps", "Times a subscriber lost events and was healed by a snapshot.", "1", ("subscriber",),
     moves="When a subscriber is too slow.", action="Counters fed by the lost events are low by what was lost.",
@@ -277,7 +304,11 @@ TELEMETRY_ERRORS = _counter(
     action="Not 0: a defect in kvwatch; look at its logs.",
 )  # fmt: skip
 TELEMETRY_CPU = _counter(
-    "telemetry_cpu_seconds", "Processor time of kvwatch's own threads.", "seconds", ("thread",), moves="All the time."
+    "telemetry_cpu_seconds",
+    "Processor time of kvwatch's own threads.",
+    "seconds",
+    ("thread",),
+    moves="All the time.",
 )
 LEDGER_VIOLATIONS = _counter(
     "ledger_violations", "Steps after which the ledger and the engine's checksums disagreed.", "1", moves="On defects.",

@@ -242,7 +242,9 @@ def _check(spec: EventSpec) -> None:
         for name in set(feed.metric.labels) - {name for name, _ in feed.constants}:
             field = spec.fields.get(name)
             if field is None or field.cardinality is not Cardinality.LABEL:
-                raise SchemaError(f"event {spec.name} feeds {feed.metric.name}, whose label {name} is no label field of it")
+                raise SchemaError(
+                    f"event {spec.name} feeds {feed.metric.name}, whose label {name} is no label field of it"
+                )
         for name in (feed.amount.field, feed.amount.weights):
             if name and name not in spec.fields:
                 raise SchemaError(f"event {spec.name} feeds {feed.metric.name} from {name}, which it does not have")

@@ -1,12 +1,12 @@
 """Errors of the engine. Messages say the value, the limit and the remedy.
 
-    KVWatchError
-    └── EngineError
-        ├── RequestRejected        a request is refused; nothing was allocated
-        │   ├── RequestInvalid     it can never run (too long, a parameter out of range): 400
-        │   └── EngineOverloaded   the queue is full or the server drains: 429 or 503, try again later
-        ├── ModelError             a model cannot be loaded or is not supported
-        └── CacheCorruption        an invariant of the block pool is broken
+KVWatchError
+└── EngineError
+    ├── RequestRejected        a request is refused; nothing was allocated
+    │   ├── RequestInvalid     it can never run (too long, a parameter out of range): 400
+    │   └── EngineOverloaded   the queue is full or the server drains: 429 or 503, try again later
+    ├── ModelError             a model cannot be loaded or is not supported
+    └── CacheCorruption        an invariant of the block pool is broken
 """
 
 from typing import Literal
@@ -34,7 +34,9 @@ class RequestInvalid(RequestRejected):
 class EngineOverloaded(RequestRejected):
     """The request could run later. `reason` is `queue_full` or `draining`."""
 
-    def __init__(self, message: str, *, reason: Literal["queue_full", "draining"], retry_after_seconds: int = 1) -> None:
+    def __init__(
+        self, message: str, *, reason: Literal["queue_full", "draining"], retry_after_seconds: int = 1
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.retry_after_seconds = retry_after_seconds

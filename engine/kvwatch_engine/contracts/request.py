@@ -63,6 +63,8 @@ class SequenceOutput:
     logprobs: tuple[PositionLogprobs, ...] = ()
     """One for each token if asked for, else empty."""
     finish_reason: FinishReason | None = None
+    is_stop_token: bool = False
+    """Whether the last of `token_ids` is the token that ended the sequence: it counts, but its text is not shown."""
     num_cached_tokens: int = 0
     """Prompt tokens of the request that were found in the prefix cache at its first admission."""
     error: str = ""
@@ -87,6 +89,10 @@ class EngineClient(Protocol):
             RequestInvalid: it can never run (too long for the model, or larger than the whole pool).
             EngineOverloaded: the queue is full, or the engine drains.
         """
+        ...
+
+    def max_new_tokens(self, num_prompt_tokens: int, n: int) -> int:
+        """Return the largest `max_tokens` with which such a request can run; below 1 when it cannot run at all."""
         ...
 
     def abort(self, request_id: str) -> None:

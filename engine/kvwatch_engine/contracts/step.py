@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -74,3 +75,11 @@ class StepResult:
     sample_ns: int
     errors: dict[int, str] = field(default_factory=dict)
     """Row -> why no token could be chosen for it (its logits are not numbers). Only that sequence ends."""
+
+
+class StepExecutor(Protocol):
+    """Runs steps: the model runner, or a null model in tests of everything but the model. Engine thread only."""
+
+    def execute(self, step: StepInput) -> StepResult:
+        """Compute a step and sample its rows; an exception fails the whole step."""
+        ...

@@ -50,7 +50,9 @@ class StepCompleted(Event):
     sample_ns: Annotated[int, value(3, "Duration of sampling.", "ns")]
     apply_ns: Annotated[int, value(4, "Duration of applying the results.", "ns")]
     generated_tokens: Annotated[int, value(5, "Tokens generated.", "tokens")]
-    recomputed_tokens: Annotated[int, value(6, "Scheduled tokens that had been computed before a preemption.", "tokens")]
+    recomputed_tokens: Annotated[
+        int, value(6, "Scheduled tokens that had been computed before a preemption.", "tokens")
+    ]
     inter_token_ns: Annotated[list[int], value(7, "Distinct times between two tokens of a sequence.", "ns")]
     inter_token_counts: Annotated[list[int], value(8, "Number of sequences for each of these times.", "1")]
     num_used_blocks: Annotated[int, value(9, "Checksum: used blocks.", "blocks")]
@@ -62,7 +64,12 @@ class StepCompleted(Event):
     waiting_for: Annotated[dict[str, int], value(15, "Waiting requests by reason.", "1")]
 
 
-@event(62, "step.failed", "A step raised in the model; its requests ended with an error.", feeds=(metrics.STEP_ERRORS.count(),))
+@event(
+    62,
+    "step.failed",
+    "A step raised in the model; its requests ended with an error.",
+    feeds=(metrics.STEP_ERRORS.count(),),
+)
 class StepFailed(Event):
     """The engine goes on with the next step."""
 

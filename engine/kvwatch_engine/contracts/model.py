@@ -1,0 +1,43 @@
+"""What the rest of the engine knows of a loaded model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Sampling parameters that the model's generation_config recommends; none where it is silent."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """Facts about a loaded model that need no tensors."""
+
+    name: str
+    """Name under which it is served."""
+    folder: Path
+    """Hugging Face folder with its configuration, tokenizer and chat template."""
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    """Longest context in tokens that the model was made for."""
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: SamplingDefaults
+    dtype: str
+    """Name of the torch dtype that it computes in: `float32` or `bfloat16`."""
+    dtype_reason: str
+    """Why this dtype, for the start message."""
+    weights_fingerprint: str
+    """Changes whenever the weights do."""
+    weights_bytes: int

@@ -1,0 +1,331 @@
+"""The engine: an `EngineCore` on a thread of its own, spoken to through an inbox.
+
+    API thread ── submit, abort, stop_sequence ──▶ inbox ──▶ engine thread: commands, step, commands, step, ...
+    observatory ── snapshot ──────────────────────▶   │           │
+                                                      └───────────┴──▶ listener(outputs) once a step
+
+Commands are carried out between two steps, in order. Everything the core owns is touched by the engine thread only;
+what callers read directly (queue lengths, flags) are single integers.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import structlog
+
+from kvwatch.errors import ControlError
+from kvwatch.telemetry.events import DrainStarted
+from kvwatch.telemetry.events.request import RejectionReason
+from kvwatch.telemetry.log import EventLog
+from kvwatch.telemetry.snapshot import EngineSnapshot
+from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid
+from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, OutputListener, SequenceOutput
+from kvwatch_engine.contracts.settings import EngineSettings
+from kvwatch_engine.contracts.step import StepExecutor
+from kvwatch_engine.core import EngineCore
+from kvwatch_engine.scheduling.policy import worst_case_blocks
+
+_IDLE_POLL_SECONDS = 0.5
+_BLOCKED_POLL_SECONDS = 0.01
+
+T = TypeVar("T")
+Command = Callable[[EngineCore], None]
+
+logger = structlog.get_logger(__name__)
+
+
+def _wake_up(_core: EngineCore) -> None:
+    """Do nothing: the engine thread looks up from its inbox."""
+
+
+class Engine:
+    """Serves requests; implements `EngineClient` for the server and `EngineControl` for the observatory.
+
+    Start once, stop once; `stop` is safe without `start` and twice. All other methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        executor: StepExecutor,
+        log: EventLog,
+        listener: OutputListener,
+        *,
+        block_bytes: int = 0,
+    ) -> None:
+        self.settings = settings
+        self._log = log
+        self._listener = listener
+        self._core = EngineCore(settings, executor, log, block_bytes=block_bytes)
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvwatch-engine", daemon=True)
+        self._is_stopping = threading.Event()
+        self._is_draining = False
+        self._has_failed = False
+        self._lock = threading.Lock()
+        self._pending: dict[str, GenerationRequest] = {}  # submitted, not yet taken in; under the lock
+        self._progress_ns = log.clock.monotonic_ns()
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Start the step loop."""
+        self._progress_ns = self._log.clock.monotonic_ns()
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float = 10.0) -> None:
+        """Stop the step loop after the current step; live requests end with reason `abort`."""
+        self._is_stopping.set()
+        self._inbox.put(_wake_up)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_seconds)
+
+    def begin_drain(self, grace_seconds: float) -> None:
+        """Refuse new requests from now on; those that were accepted go on. Safe to call twice."""
+        with self._lock:
+            is_first, self._is_draining = not self._is_draining, True
+        if is_first:
+            self._inbox.put(lambda _core: self._emit_drain(grace_seconds))
+
+    def abort_all(self) -> None:
+        """End every live request with reason `abort`; their callers are told."""
+        self._inbox.put(self._abort_all)
+
+    @property
+    def num_live_requests(self) -> int:
+        """Requests that were accepted and have not ended."""
+        lifecycle = self._core.scheduler.lifecycle
+        return len(self._pending) + len(lifecycle.waiting) + len(lifecycle.running)
+
+    # ------------------------------------------------------------------ EngineClient
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest possible sequence in tokens: min(model, pool)."""
+        return min(self.settings.max_model_len, (self.settings.num_blocks - 1) * self.settings.block_size)
+
+    def max_new_tokens(self, num_prompt_tokens: int, n: int) -> int:
+        """Return the largest `max_tokens` with which such a request can run; below 1 when it cannot run at all."""
+        size, capacity = self.settings.block_size, self.settings.num_blocks - 1
+        full_prompt_blocks = num_prompt_tokens // size
+        blocks_each = full_prompt_blocks + (capacity - full_prompt_blocks) // n
+        return min(self.max_model_len - num_prompt_tokens, blocks_each * size - num_prompt_tokens + 1)
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; its outputs come through the listener.
+
+        Raises:
+            RequestInvalid: it can never run.
+            EngineOverloaded: the queue is full, or the engine drains.
+        """
+        try:
+            self._check_valid(request)
+        except RequestInvalid as error:
+            self._reject(request, "too_long" if error.code == "context_length_exceeded" else "invalid")
+            raise
+        num_tokens = len(request.prompt_token_ids)
+        queued_ns = self._log.clock.monotonic_ns()
+        with self._lock:
+            overloaded = self._overload(num_tokens)
+            if overloaded is None:
+                if request.request_id in self._pending or self._core.scheduler.lifecycle.find(request.request_id):
+                    raise RequestInvalid(f"request id {request.request_id!r} is in use; choose another one")
+                self._pending[request.request_id] = request
+        if overloaded is not None:
+            self._reject(request, overloaded.reason)
+            raise overloaded
+        self._inbox.put(lambda core: self._take_in(core, request, queued_ns))
+
+    def abort(self, request_id: str) -> None:
+        """End a request whatever its state and free its blocks. Unknown ids are ignored."""
+        self._inbox.put(lambda core: self._abort(core, request_id))
+
+    def stop_sequence(self, request_id: str, sequence: int) -> None:
+        """End one sequence with reason `stop`; no further output comes for it."""
+        self._inbox.put(lambda core: core.stop_sequence(request_id, sequence))
+
+    # ------------------------------------------------------------------ EngineControl
+
+    def snapshot(self, timeout_seconds: float = 5.0) -> EngineSnapshot:
+        """Return the KV state between two steps.
+
+        Raises:
+            ControlError: the engine has stopped, or did not answer in time.
+        """
+        return self._ask(lambda core: core.snapshot(), timeout_seconds)
+
+    def check_integrity(self, timeout_seconds: float = 5.0) -> None:
+        """Verify all invariants of pool and tables between two steps.
+
+        Raises:
+            CacheCorruption: with the equation that does not hold.
+            ControlError: the engine has stopped, or did not answer in time.
+        """
+        self._ask(lambda core: core.check_integrity(), timeout_seconds)
+
+    def is_alive(self) -> bool:
+        """Whether the step loop makes progress, or has nothing to do."""
+        if self._has_failed or not self._thread.is_alive():
+            return False
+        stuck_ns = self._log.clock.monotonic_ns() - self._progress_ns
+        return self.num_live_requests == 0 or stuck_ns < self.settings.stall_seconds * 1e9
+
+    def is_ready(self) -> bool:
+        """Whether new requests are accepted."""
+        return self.is_alive() and not self._is_draining and not self._is_stopping.is_set()
+
+    # ------------------------------------------------------------------ engine thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping.is_set():
+                self._carry_out_commands(wait_seconds=0 if self._core.has_work else _IDLE_POLL_SECONDS)
+                if self._core.has_work and not self._is_stopping.is_set():
+                    self._step()
+        except Exception:
+            # A defect of the engine itself: serving wrong answers would be worse than stopping.
+            self._has_failed = True
+            logger.critical("the engine has failed and stopped", exc_info=True)
+        finally:
+            self._end_everything()
+
+    def _step(self) -> None:
+        steps_before = self._core.num_steps
+        outputs = self._core.step()
+        if self._core.num_steps != steps_before:
+            self._progress_ns = self._log.clock.monotonic_ns()
+        else:
+            self._carry_out_commands(wait_seconds=_BLOCKED_POLL_SECONDS)
+        if outputs:
+            self._listener(outputs)
+
+    def _carry_out_commands(self, wait_seconds: float) -> None:
+        """Carry out all commands in the inbox, waiting for the first one so long."""
+        if not self._core.has_work:
+            self._progress_ns = self._log.clock.monotonic_ns()
+        try:
+            command = self._inbox.get(timeout=wait_seconds) if wait_seconds else self._inbox.get_nowait()
+            self._log.begin(self._core.num_steps)
+            while True:
+                command(self._core)
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _take_in(self, core: EngineCore, request: GenerationRequest, queued_ns: int) -> None:
+        core.add(request, queued_ns)
+        with self._lock:
+            self._pending.pop(request.request_id, None)
+
+    def _abort(self, core: EngineCore, request_id: str) -> None:
+        outputs = core.abort(request_id)
+        if outputs:
+            self._listener(outputs)
+
+    def _emit_drain(self, grace_seconds: float) -> None:
+        if self._log.active:
+            self._log.append(DrainStarted(int(grace_seconds * 1e9)))
+
+    def _abort_all(self, core: EngineCore) -> None:
+        for request_id in core.live_request_ids():
+            self._abort(core, request_id)
+
+    def _end_everything(self) -> None:
+        """Tell all callers that their requests are over, so that nobody waits for ever."""
+        self._is_stopping.set()
+        with self._lock:
+            never_taken_in = list(self._pending.values())
+            self._pending.clear()
+        reason, error = FinishReason.ABORT, ""
+        if self._has_failed:
+            reason, error = FinishReason.ERROR, "the engine has failed"
+        outputs = [
+            SequenceOutput(request_id=request.request_id, sequence=index, finish_reason=reason, error=error)
+            for request in never_taken_in
+            for index in range(request.sampling.n)
+        ]
+        for request_id in self._core.live_request_ids():
+            outputs += self._core.abort(request_id, reason, error)
+        if outputs:
+            self._listener(outputs)
+
+    # ------------------------------------------------------------------ parts
+
+    def _ask(self, question: Callable[[EngineCore], T], timeout_seconds: float) -> T:
+        future: Future[T] = Future()
+
+        def answer(core: EngineCore) -> None:
+            try:
+                future.set_result(question(core))
+            except Exception as error:  # it belongs to whoever asked
+                future.set_exception(error)
+
+        if not self._thread.is_alive():
+            raise ControlError("the engine has stopped and cannot answer; restart the server")
+        self._inbox.put(answer)
+        try:
+            return future.result(timeout_seconds)
+        except TimeoutError:
+            raise ControlError(f"the engine did not answer within {timeout_seconds} s; a step takes longer") from None
+
+    def _reject(self, request: GenerationRequest, reason: RejectionReason) -> None:
+        self._inbox.put(lambda core: core.reject(request.request_id, reason))
+
+    def _overload(self, num_tokens: int) -> EngineOverloaded | None:
+        if self._is_draining or self._is_stopping.is_set():
+            return EngineOverloaded(
+                "the server is shutting down; send the request to another replica", reason="draining"
+            )
+        waiting = self._core.scheduler.lifecycle.waiting
+        num_requests = len(self._pending) + len(waiting)
+        if num_requests >= self.settings.max_queued_requests:
+            limit, unit = self.settings.max_queued_requests, "requests"
+        elif self._num_queued_tokens() + num_tokens > self.settings.max_queued_tokens:
+            limit, unit = self.settings.max_queued_tokens, "prompt tokens"
+        else:
+            return None
+        return EngineOverloaded(f"the queue is full (limit {limit} {unit}); try again later", reason="queue_full")
+
+    def _num_queued_tokens(self) -> int:
+        pending = sum(len(request.prompt_token_ids) for request in self._pending.values())
+        return pending + self._core.scheduler.lifecycle.waiting.num_tokens
+
+    def _check_valid(self, request: GenerationRequest) -> None:
+        """Refuse at once what can never run, instead of queueing it for ever."""
+        sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
+        if num_prompt_tokens == 0:
+            raise RequestInvalid("the prompt is empty; it needs at least one token", param="prompt")
+        lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
+        if lowest < 0 or highest >= self.settings.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            limit = self.settings.vocab_size - 1
+            raise RequestInvalid(f"token id {wrong} is outside the vocabulary (0 to {limit})", param="prompt")
+        if not 1 <= sampling.n <= self.settings.max_num_seqs:
+            raise RequestInvalid(
+                f"n is {sampling.n}, but 1 to {self.settings.max_num_seqs} sequences can run", param="n"
+            )
+        if sampling.max_tokens < 1:
+            raise RequestInvalid(f"max_tokens is {sampling.max_tokens}; it must be at least 1", param="max_tokens")
+        self._check_length(num_prompt_tokens, sampling.max_tokens, sampling.n)
+
+    def _check_length(self, num_prompt_tokens: int, max_tokens: int, n: int) -> None:
+        total = num_prompt_tokens + max_tokens
+        if total > self.max_model_len:
+            raise RequestInvalid(
+                f"prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) are {total} tokens together, but "
+                f"the longest possible sequence has {self.max_model_len}; shorten the prompt or lower max_tokens",
+                param="max_tokens" if num_prompt_tokens < self.max_model_len else "prompt",
+                code="context_length_exceeded",
+            )
+        capacity = self.settings.num_blocks - 1
+        needed = worst_case_blocks(num_prompt_tokens, max_tokens, n, self.settings.block_size)
+        if needed > capacity:
+            raise RequestInvalid(
+                f"{n} sequences of up to {total} tokens may need {needed} blocks, but the pool has {capacity}; "
+                "lower n or max_tokens",
+                param="n" if n > 1 else "max_tokens",
+                code="context_length_exceeded",
+            )

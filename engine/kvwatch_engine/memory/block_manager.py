@@ -1,0 +1,244 @@
+"""Block tables: which blocks hold the tokens of each sequence.
+
+    sequence tokens   | t0 .. t15 | t16 .. t31 | t32 t33 . . |
+    block table       |    7      |     3      |     12      |      slot of t33 = 12 * 16 + 1
+                        full, hashed, shared?    partial: one writer
+
+Knows tokens only to hash full blocks; knows neither scheduling nor tensors. Check, then act: an operation that finds
+too few free blocks returns None or False and has changed nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvwatch.telemetry.events import BlocksCopied, SequenceForked
+from kvwatch.telemetry.events.block import AllocationReason, ReleaseReason
+from kvwatch.telemetry.log import EventLog
+from kvwatch.telemetry.snapshot import SequenceState
+from kvwatch_engine.contracts.block import BlockHash, BlockId
+from kvwatch_engine.contracts.errors import CacheCorruption
+from kvwatch_engine.memory.block_hash import HashChain, TokenSlice
+from kvwatch_engine.memory.block_pool import BlockPool, Owner
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """One block to be copied before the next write (copy-on-write)."""
+
+    source: BlockId
+    destination: BlockId
+
+
+class BlockManager:
+    """Block tables over one pool. Engine thread only.
+
+    Invariant: the reference count of a block equals the number of tables that contain it.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, log: EventLog, *, enable_prefix_cache: bool = True) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.enable_prefix_cache = enable_prefix_cache
+        self._log = log
+        self._tables: dict[Owner, list[BlockId]] = {}
+        self._num_stored: dict[Owner, int] = {}
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return the number of blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def table(self, owner: Owner) -> list[BlockId]:
+        """Return the block table of a sequence; read-only for callers."""
+        return self._tables[owner]
+
+    def owners(self) -> Iterable[Owner]:
+        """Return the sequences that have a block table."""
+        return self._tables.keys()
+
+    # ------------------------------------------------------------------ admission
+
+    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """Return the blocks that hold the longest known prefix of a hash chain; changes nothing."""
+        blocks: list[BlockId] = []
+        for content in hashes:
+            block = self.pool.find(content)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_blocks_missing(self, prefix: Sequence[BlockId], num_tokens: int) -> int:
+        """Return how many free blocks a new sequence takes: new ones, and cached ones of its prefix hit."""
+        return self.blocks_for(num_tokens) - len(prefix) + self.pool.num_cached_of(prefix)
+
+    def open(self, owner: Owner, prefix: Sequence[BlockId], num_tokens: int) -> bool:
+        """Give a new sequence a block table for `num_tokens` tokens that begins with `prefix`.
+
+        All or nothing: returns False, changing nothing, when too few blocks are free.
+        """
+        assert owner not in self._tables, f"{owner} already has a block table"
+        if self.num_blocks_missing(prefix, num_tokens) > self.pool.num_free:
+            return False
+        table = list(prefix)
+        if table:
+            # First of all: what is reused can then not be evicted for the blocks that are still missing.
+            self.pool.reuse(table, owner)
+        missing = self.blocks_for(num_tokens) - len(table)
+        if missing:
+            blocks = self.pool.allocate(missing, owner, "prefill")
+            assert blocks is not None, "free blocks were counted before"
+            table += blocks
+        self._tables[owner] = table
+        self._num_stored[owner] = len(prefix)
+        return True
+
+    # ------------------------------------------------------------------ growth
+
+    def num_blocks_to_write(self, owner: Owner, start: int, end: int) -> int:
+        """Return how many free blocks are needed before tokens `start` to `end` can be written."""
+        table = self._tables[owner]
+        return max(0, self.blocks_for(end) - len(table)) + len(self._shared_in(table, start, end))
+
+    def prepare_write(
+        self, owner: Owner, start: int, end: int, reason: AllocationReason
+    ) -> tuple[BlockCopy, ...] | None:
+        """Make tokens `start` to `end` of a sequence writable: grow its table, un-share the blocks it writes to.
+
+        Returns:
+            The copies that must be carried out before the write (usually none); None, with nothing changed, when too
+            few blocks are free.
+        """
+        table = self._tables[owner]
+        shared = self._shared_in(table, start, end)
+        missing = self.blocks_for(end) - len(table)
+        if missing <= 0 and not shared:
+            return ()
+        if max(0, missing) + len(shared) > self.pool.num_free:
+            return None
+        copies = tuple(self._unshare(owner, table, index) for index in shared)
+        if missing > 0:
+            blocks = self.pool.allocate(missing, owner, reason)
+            assert blocks is not None, "free blocks were counted before"
+            table += blocks
+        return copies
+
+    def record_written(self, owner: Owner, start: int, end: int) -> list[BlockId]:
+        """Note that the K/V of tokens `start` to `end` is being written; return the blocks that it is written to."""
+        size = self.block_size
+        first, last = start // size, (end - 1) // size
+        filled = self.pool.filled_slots
+        written = self._tables[owner][first : last + 1]
+        for block in written[:-1]:
+            filled[block] = size
+        filled[written[-1]] = end - last * size
+        return written
+
+    def store_full(self, owner: Owner, chain: HashChain, num_computed: int, tokens: TokenSlice) -> None:
+        """Enter the sequence's blocks that became full into the prefix index.
+
+        Args:
+            owner: the sequence.
+            chain: its hash chain, extended here.
+            num_computed: tokens of it whose K/V exists.
+            tokens: gives its token ids from one position to another.
+        """
+        if not self.enable_prefix_cache:
+            return
+        num_full = num_computed // self.block_size
+        done = self._num_stored[owner]
+        if num_full <= done:
+            return
+        hashes = chain.upto(num_full, tokens)
+        parent = hashes[done - 1] if done else None
+        self.pool.store(self._tables[owner][done:num_full], hashes[done:num_full], parent)
+        self._num_stored[owner] = num_full
+
+    # ------------------------------------------------------------------ sharing and end
+
+    def fork(self, parent: Owner, child: Owner, num_tokens: int) -> int:
+        """Give `child` a block table that shares the blocks of `parent`'s first `num_tokens` tokens.
+
+        Returns:
+            The number of tokens shared. It is `num_tokens`, but for one case: when the parent has filled the last of
+            these blocks with tokens of its own and the prefix index knows it, the block is left out. The child would
+            write over content that others may look up.
+        """
+        assert child not in self._tables, f"{child} already has a block table"
+        table = self._tables[parent]
+        num_full, num_in_partial = divmod(num_tokens, self.block_size)
+        if num_in_partial and self.pool.hashes[table[num_full]] is not None:
+            num_tokens -= num_in_partial
+        blocks = table[: self.blocks_for(num_tokens)]
+        self.pool.share(blocks)
+        self._tables[child] = blocks
+        self._num_stored[child] = min(self._num_stored[parent], num_full)
+        if self._log.active:
+            self._log.append(SequenceForked(parent.request, parent.sequence, child.sequence, len(blocks)))
+        return num_tokens
+
+    def release(self, owner: Owner, reason: ReleaseReason) -> None:
+        """Drop a sequence's block table; does nothing when it has none."""
+        table = self._tables.pop(owner, None)
+        if table is None:
+            return
+        del self._num_stored[owner]
+        table.reverse()  # the tail of a chain is evicted first
+        self.pool.release(table, owner, reason)
+
+    def num_blocks_freed_by(self, owners: Iterable[Owner]) -> int:
+        """Return how many blocks would become free if all `owners` were released. Shared blocks of others stay."""
+        held: dict[BlockId, int] = {}
+        for owner in owners:
+            for block in self._tables.get(owner, ()):
+                held[block] = held.get(block, 0) + 1
+        return sum(1 for block, count in held.items() if self.pool.ref_counts[block] == count)
+
+    def num_distinct_blocks(self, owners: Sequence[Owner]) -> int:
+        """Return how many blocks the sequences hold together."""
+        if len(owners) == 1:
+            return len(self._tables.get(owners[0], ()))
+        return len({block for owner in owners for block in self._tables.get(owner, ())})
+
+    # ------------------------------------------------------------------ truth
+
+    def to_states(self) -> list[SequenceState]:
+        """Return all block tables for a snapshot."""
+        return [
+            SequenceState(request=owner.request, sequence=owner.sequence, block_ids=list(table))
+            for owner, table in self._tables.items()
+        ]
+
+    def check_integrity(self) -> None:
+        """Verify the pool's invariants and that reference counts equal occurrences in tables.
+
+        Raises:
+            CacheCorruption: with the equation that does not hold.
+        """
+        self.pool.check_integrity()
+        occurrences = [0] * self.pool.num_blocks
+        for table in self._tables.values():
+            for block in table:
+                occurrences[block] += 1
+        for block, (count, expected) in enumerate(zip(self.pool.ref_counts, occurrences, strict=True)):
+            if count != expected:
+                raise CacheCorruption(f"block {block}: reference count {count}, but it is in {expected} tables")
+
+    # ------------------------------------------------------------------ parts
+
+    def _shared_in(self, table: list[BlockId], start: int, end: int) -> list[int]:
+        """Return the places in the table that tokens `start` to `end` write to and that have another owner."""
+        ref_counts = self.pool.ref_counts
+        first, last = start // self.block_size, min(len(table) - 1, (end - 1) // self.block_size)
+        return [index for index in range(first, last + 1) if ref_counts[table[index]] > 1]
+
+    def _unshare(self, owner: Owner, table: list[BlockId], index: int) -> BlockCopy:
+        source = table[index]
+        blocks = self.pool.allocate(1, owner, "cow")
+        assert blocks is not None, "free blocks were counted before"
+        destination = blocks[0]
+        table[index] = destination
+        self.pool.filled_slots[destination] = self.pool.filled_slots[source]
+        if self._log.active:
+            self._log.append(BlocksCopied(owner.request, owner.sequence, [source], [destination]))
+        self.pool.release([source], owner, "cow")
+        return BlockCopy(source, destination)

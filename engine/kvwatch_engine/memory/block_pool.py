@@ -1,0 +1,276 @@
+"""The block pool: which blocks are used, cached or empty, how often each is referred to, and what each holds.
+
+    EMPTY ──allocate──▶ USED ──last release, no hash──▶ EMPTY
+                         │ ▲
+      last release, hash │ │ reuse (prefix hit)
+                         ▼ │
+                        CACHED ──evict (on demand, before an allocation)──▶ EMPTY
+
+Knows blocks and their owners' names, not block tables, tokens or tensors. Emits block events where they happen.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvwatch.telemetry.events import (
+    BlocksAllocated,
+    BlocksEvicted,
+    BlocksReleased,
+    BlocksReused,
+    BlocksStored,
+    CacheCleared,
+)
+from kvwatch.telemetry.events.block import AllocationReason, EvictionReason, ReleaseReason
+from kvwatch.telemetry.log import EventLog
+from kvwatch.telemetry.snapshot import TierState
+from kvwatch_engine.contracts.block import NULL_BLOCK, BlockHash, BlockId
+from kvwatch_engine.contracts.errors import CacheCorruption
+from kvwatch_engine.memory.free_list import FreeList
+
+
+class Owner(NamedTuple):
+    """A sequence, as events name it."""
+
+    request: str
+    sequence: int
+
+
+class BlockPool:
+    """Blocks of one tier. Engine thread only.
+
+    Invariants, after every operation: capacity = empty + cached + used; a block is in the free list exactly when its
+    reference count is 0; the prefix index and `hashes` are each other's inverse.
+    """
+
+    def __init__(self, num_blocks: int, log: EventLog) -> None:
+        self.num_blocks = num_blocks
+        """Blocks including the null block."""
+        self.ref_counts = [0] * num_blocks
+        """Block tables that contain the block; read-only for others."""
+        self.hashes: list[BlockHash | None] = [None] * num_blocks
+        """Hash of the block's content if the prefix index knows it; read-only for others."""
+        self.filled_slots = [0] * num_blocks
+        """Slots written since the block was allocated; the block manager writes it."""
+        self.num_references = 0
+        """Sum of the reference counts: entries of all block tables."""
+        self._log = log
+        self._index: dict[BlockHash, BlockId] = {}
+        self._free = FreeList(1, num_blocks)
+        self._allocated_ns = [0] * num_blocks
+        self._released_ns = [0] * num_blocks
+        self._hits = [0] * num_blocks
+
+    # ------------------------------------------------------------------ counts
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that can be allocated: all but the null block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now, evicting cached ones if need be."""
+        return len(self._free)
+
+    @property
+    def num_empty(self) -> int:
+        """Free blocks without content."""
+        return self._free.num_empty
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose content may be reused."""
+        return self._free.num_cached
+
+    @property
+    def num_used(self) -> int:
+        """Blocks in at least one block table."""
+        return self.capacity - len(self._free)
+
+    # ------------------------------------------------------------------ operations
+
+    def find(self, content: BlockHash) -> BlockId | None:
+        """Return the block that holds `content`, used or cached. O(1); changes nothing."""
+        return self._index.get(content)
+
+    def num_cached_of(self, blocks: Sequence[BlockId]) -> int:
+        """Return how many of `blocks` are free: reusing them lowers the number of free blocks."""
+        ref_counts = self.ref_counts
+        return sum(1 for block in blocks if ref_counts[block] == 0)
+
+    def allocate(self, count: int, owner: Owner, reason: AllocationReason) -> list[BlockId] | None:
+        """Take `count` blocks for `owner`, evicting the least recently used cached blocks if need be.
+
+        Returns:
+            The blocks, with reference count 1 and no content; None when fewer are free, and then nothing has changed.
+        """
+        if count > len(self._free):
+            return None
+        from_empty = min(count, self._free.num_empty)
+        blocks = self._free.take_empty(from_empty)
+        if count > from_empty:
+            blocks += self._evict(count - from_empty, owner.request, "pressure")
+        now = self._log.now_ns
+        self.num_references += count
+        for block in blocks:
+            self.ref_counts[block] = 1
+            self.filled_slots[block] = 0
+            self._allocated_ns[block] = now
+            self._hits[block] = 0
+        if self._log.active:
+            self._log.append(BlocksAllocated(owner.request, owner.sequence, list(blocks), reason))
+        return blocks
+
+    def reuse(self, blocks: Sequence[BlockId], owner: Owner) -> None:
+        """Add a reference to blocks found in the prefix index; cached ones become used."""
+        now = self._log.now_ns
+        gaps: list[int] = []
+        self.num_references += len(blocks)
+        for block in blocks:
+            if self.ref_counts[block] == 0:
+                self._free.remove_cached(block)
+                gaps.append(now - self._released_ns[block])
+            self.ref_counts[block] += 1
+            self._hits[block] += 1
+        if self._log.active:
+            self._log.append(BlocksReused(owner.request, owner.sequence, list(blocks), gaps))
+
+    def share(self, blocks: Sequence[BlockId]) -> None:
+        """Add a reference to used blocks, for a fork. The caller emits `SequenceForked`."""
+        self.num_references += len(blocks)
+        for block in blocks:
+            assert self.ref_counts[block] > 0, f"block {block} is not used and cannot be shared"
+            self.ref_counts[block] += 1
+
+    def release(self, blocks: Sequence[BlockId], owner: Owner, reason: ReleaseReason) -> None:
+        """Give up one reference to each block, in this order; the last owner's release frees it.
+
+        Give the tail of a chain first: it is evicted first, and a prefix without its tail is still worth something.
+        """
+        now = self._log.now_ns
+        self.num_references -= len(blocks)
+        for block in blocks:
+            count = self.ref_counts[block] - 1
+            assert count >= 0, f"block {block} was released more often than it was taken"
+            self.ref_counts[block] = count
+            if count == 0:
+                self._released_ns[block] = now
+                if self.hashes[block] is None:
+                    self._free.add_empty(block)
+                else:
+                    self._free.add_cached(block)
+        if blocks and self._log.active:
+            self._log.append(BlocksReleased(owner.request, owner.sequence, list(blocks), reason))
+
+    def store(self, blocks: Sequence[BlockId], hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
+        """Enter full blocks, consecutive in one sequence, into the prefix index.
+
+        A block whose content is already known under another block is left out: it serves its owner and becomes empty
+        when released, so that the index names each content once.
+
+        Args:
+            blocks: used blocks, full.
+            hashes: their hashes.
+            parent: hash of the block before the first; None at the start of a sequence.
+        """
+        stored: list[BlockId] = []
+        stored_hashes: list[BlockHash] = []
+        run_parent = parent
+        for block, content in zip(blocks, hashes, strict=True):
+            if content in self._index:
+                self._emit_stored(stored, stored_hashes, run_parent)
+                stored, stored_hashes, run_parent = [], [], content
+                continue
+            self._index[content] = block
+            self.hashes[block] = content
+            stored.append(block)
+            stored_hashes.append(content)
+        self._emit_stored(stored, stored_hashes, run_parent)
+
+    def clear_cache(self) -> int:
+        """Forget all content. Used blocks go on and become empty when released.
+
+        Returns:
+            The number of cached blocks that became empty.
+        """
+        cached = self._free.num_cached
+        if cached:
+            for block in self._evict(cached, "", "reset"):
+                self._free.add_empty(block)
+        still_used = sorted(self._index.values())
+        for block in still_used:
+            self.hashes[block] = None
+        self._index.clear()
+        if self._log.active:
+            self._log.append(CacheCleared(list(still_used)))
+        return cached
+
+    # ------------------------------------------------------------------ truth
+
+    def to_state(self) -> TierState:
+        """Return the pool as plain columns for a snapshot."""
+        return TierState(
+            tier="device",
+            num_blocks=self.num_blocks,
+            ref_counts=list(self.ref_counts),
+            hashes=list(self.hashes),
+            filled_slots=list(self.filled_slots),
+        )
+
+    def check_integrity(self) -> None:
+        """Verify the invariants of the class docstring; O(number of blocks).
+
+        Raises:
+            CacheCorruption: with the equation that does not hold.
+        """
+        free = list(self._free)
+        if len(set(free)) != len(free):
+            raise CacheCorruption(f"free list holds {len(free) - len(set(free))} blocks twice")
+        if NULL_BLOCK in free or self.ref_counts[NULL_BLOCK] != 0 or self.hashes[NULL_BLOCK] is not None:
+            raise CacheCorruption("the null block was allocated, hashed or freed")
+        unreferenced = {block for block in range(1, self.num_blocks) if self.ref_counts[block] == 0}
+        if unreferenced != set(free):
+            raise CacheCorruption(f"{len(unreferenced)} blocks have no reference, but {len(free)} are free")
+        if min(self.ref_counts) < 0:
+            raise CacheCorruption(f"reference count {min(self.ref_counts)} is negative")
+        if sum(self.ref_counts) != self.num_references:
+            raise CacheCorruption(f"reference counts sum to {sum(self.ref_counts)}, not {self.num_references}")
+        inverse = {content: block for block, content in enumerate(self.hashes) if content is not None}
+        if inverse != self._index:
+            raise CacheCorruption(f"prefix index has {len(self._index)} entries, blocks have {len(inverse)} hashes")
+        cached = {block for block in free if self.hashes[block] is not None}
+        if cached != set(self._free.cached()):
+            raise CacheCorruption(f"{len(cached)} free blocks have a hash, but {self.num_cached} are listed as cached")
+
+    # ------------------------------------------------------------------ parts
+
+    def _evict(self, count: int, beneficiary: str, reason: EvictionReason) -> list[BlockId]:
+        """Drop the content of the `count` least recently used cached blocks; the caller decides where they go."""
+        blocks: list[BlockId] = []
+        hashes: list[BlockHash] = []
+        for _ in range(count):
+            block = self._free.take_oldest_cached()
+            content = self.hashes[block]
+            assert content is not None, f"cached block {block} has no hash"
+            del self._index[content]
+            self.hashes[block] = None
+            blocks.append(block)
+            hashes.append(content)
+        if self._log.active:
+            now = self._log.now_ns
+            self._log.append(
+                BlocksEvicted(
+                    list(hashes),
+                    list(blocks),
+                    [now - self._allocated_ns[block] for block in blocks],
+                    [now - self._released_ns[block] for block in blocks],
+                    [self._hits[block] for block in blocks],
+                    reason,
+                    beneficiary,
+                )
+            )
+        return blocks
+
+    def _emit_stored(self, blocks: list[BlockId], hashes: list[BlockHash], parent: BlockHash | None) -> None:
+        if blocks and self._log.active:
+            self._log.append(BlocksStored(list(hashes), list(blocks), parent))

@@ -1,0 +1,70 @@
+"""Free blocks in eviction order. Knows nothing of owners or hashes."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from kvwatch_engine.contracts.block import BlockId
+
+
+class FreeList:
+    """Free blocks of a pool: empty ones are taken first, then cached ones, least recently released first.
+
+    Every operation is O(1). A block is in the list at most once; the caller (the block pool) guarantees it and the
+    invariant is checked by `BlockPool.check_integrity`. Engine thread only.
+    """
+
+    __slots__ = ("_cached", "_empty")
+
+    def __init__(self, first: int, end: int) -> None:
+        # A stack: block `first` is on top. The block released last is taken first, its memory is still warm.
+        self._empty: list[BlockId] = [BlockId(block) for block in range(end - 1, first - 1, -1)]
+        # An OrderedDict is a doubly linked list in C with O(1) removal anywhere; a plain dict would scan the holes
+        # that removals leave at its front.
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()
+
+    @property
+    def num_empty(self) -> int:
+        """Free blocks without content."""
+        return len(self._empty)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose content may still be reused."""
+        return len(self._cached)
+
+    def __len__(self) -> int:
+        """Number of free blocks."""
+        return len(self._empty) + len(self._cached)
+
+    def __iter__(self) -> Iterator[BlockId]:
+        """Iterate in eviction order."""
+        yield from reversed(self._empty)
+        yield from self._cached
+
+    def cached(self) -> Iterator[BlockId]:
+        """Iterate over cached blocks, the next to be evicted first."""
+        return iter(self._cached)
+
+    def take_empty(self, count: int) -> list[BlockId]:
+        """Remove and return `count` empty blocks; there must be so many."""
+        if count == 0:
+            return []
+        taken = self._empty[: -count - 1 : -1]
+        del self._empty[-count:]
+        return taken
+
+    def take_oldest_cached(self) -> BlockId:
+        """Remove and return the cached block that was released longest ago."""
+        return self._cached.popitem(last=False)[0]
+
+    def add_empty(self, block: BlockId) -> None:
+        """Add a block without content."""
+        self._empty.append(block)
+
+    def add_cached(self, block: BlockId) -> None:
+        """Add a block with content; it becomes the last to be evicted."""
+        self._cached[block] = None
+
+    def remove_cached(self, block: BlockId) -> None:
+        """Take a cached block back into use."""
+        del self._cached[block]

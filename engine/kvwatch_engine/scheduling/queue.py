@@ -1,0 +1,54 @@
+"""Requests that wait for admission, in order of arrival."""
+
+from collections import deque
+from collections.abc import Iterator
+
+from kvwatch_engine.scheduling.request import Request
+
+
+class WaitingQueue:
+    """First come, first served; a preempted request returns to the place that its arrival gives it.
+
+    Engine thread only. Whether a new request may join is decided before, on the caller's thread (see `engine.py`).
+    """
+
+    def __init__(self) -> None:
+        self._requests: deque[Request] = deque()
+        self.num_tokens = 0
+        """Prompt tokens of all waiting requests."""
+
+    def __len__(self) -> int:
+        """Number of waiting requests."""
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate in order of arrival."""
+        return iter(self._requests)
+
+    @property
+    def head(self) -> Request | None:
+        """The request that is admitted next."""
+        return self._requests[0] if self._requests else None
+
+    def add(self, request: Request) -> None:
+        """Add a request at the place of its arrival; O(1) for the newest and for the oldest."""
+        requests = self._requests
+        self.num_tokens += request.num_prompt_tokens
+        if not requests or request.arrival > requests[-1].arrival:
+            requests.append(request)
+            return
+        index = 0
+        while requests[index].arrival < request.arrival:
+            index += 1
+        requests.insert(index, request)
+
+    def pop_head(self) -> Request:
+        """Remove and return the request that is admitted next."""
+        request = self._requests.popleft()
+        self.num_tokens -= request.num_prompt_tokens
+        return request
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that was aborted while it waited."""
+        self._requests.remove(request)
+        self.num_tokens -= request.num_prompt_tokens

@@ -1,0 +1,111 @@
+"""Packs scheduled tokens into one immutable StepInput. Knows block tables, not why a token was scheduled."""
+
+from collections.abc import Sequence as ReadOnlySequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvwatch_engine.contracts.sampling import SamplingParams
+from kvwatch_engine.contracts.step import SampleRow, StepInput
+from kvwatch_engine.memory.block_manager import BlockCopy, BlockManager
+from kvwatch_engine.scheduling.request import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence that are computed in this step."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    copies: tuple[BlockCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A step on its way: what goes into the model, and whose results come out."""
+
+    input: StepInput
+    chunks: tuple[Chunk, ...]
+    sampled: tuple[Sequence, ...]
+    """Sequence of each row of `input.sample_rows`."""
+    written_block_ids: list[int]
+    num_recomputed: int
+
+
+def build_step(
+    step: int, chunks: ReadOnlySequence[Chunk], manager: BlockManager, eos_token_ids: tuple[int, ...]
+) -> ScheduledStep:
+    """Pack chunks, in this order, into one step and note which blocks it writes to."""
+    size = manager.block_size
+    token_ids: list[int] = []
+    query_starts = [0]
+    tables: list[list[int]] = []
+    written: list[int] = []
+    sampled: list[Sequence] = []
+    sample_indices: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    for chunk in chunks:
+        sequence, start, end = chunk.sequence, chunk.start, chunk.end
+        table: list[int] = manager.table(sequence.owner)  # type: ignore[assignment]
+        token_ids += sequence.tokens(start, end)
+        positions += range(start, end)
+        slots += [table[position // size] * size + position % size for position in range(start, end)]
+        query_starts.append(len(token_ids))
+        tables.append(table)
+        written += manager.record_written(sequence.owner, start, end)
+        if end == sequence.num_tokens:
+            rows = _sequences_to_sample(sequence)
+            sampled += rows
+            sample_indices += [len(token_ids) - 1] * len(rows)
+    copies = [copy for chunk in chunks for copy in chunk.copies]
+    step_input = StepInput(
+        step=step,
+        token_ids=np.array(token_ids, dtype=np.int64),
+        positions=np.array(positions, dtype=np.int64),
+        slot_mapping=np.array(slots, dtype=np.int64),
+        query_starts=np.array(query_starts, dtype=np.int32),
+        context_lens=np.array([chunk.end for chunk in chunks], dtype=np.int32),
+        block_tables=_pad_tables(tables, [manager.blocks_for(chunk.end) for chunk in chunks]),
+        copy_sources=np.array([copy.source for copy in copies], dtype=np.int64),
+        copy_destinations=np.array([copy.destination for copy in copies], dtype=np.int64),
+        sample_rows=tuple(_sample_row(sequence, eos_token_ids) for sequence in sampled),
+        sample_indices=np.array(sample_indices, dtype=np.int64),
+    )
+    num_recomputed = sum(max(0, min(chunk.end, chunk.sequence.num_lost) - chunk.start) for chunk in chunks)
+    return ScheduledStep(step_input, tuple(chunks), tuple(sampled), written, num_recomputed)
+
+
+def _sequences_to_sample(sequence: Sequence) -> list[Sequence]:
+    """The end of a fresh prompt starts every sequence of its request; else each sequence goes on alone."""
+    request = sequence.request
+    is_fresh = not request.has_forked and not sequence.output_token_ids
+    return request.live_sequences() if is_fresh else [sequence]
+
+
+def _sample_row(sequence: Sequence, eos_token_ids: tuple[int, ...]) -> SampleRow:
+    params = sequence.request.sampling
+    num_generated = len(sequence.output_token_ids)
+    forbidden = end_token_ids(params, eos_token_ids) if num_generated < params.min_tokens else ()
+    return SampleRow(
+        params=params,
+        seed=sequence.seed,
+        position=num_generated,
+        prompt_token_ids=sequence.request.prompt_token_ids,
+        output_token_ids=sequence.output_token_ids,
+        forbidden_token_ids=forbidden,
+    )
+
+
+def end_token_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens that end a sequence."""
+    return params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
+
+
+def _pad_tables(tables: list[list[int]], num_blocks: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    """Return i32[num_seqs, max_blocks]: the blocks that a step may read, padded with the null block."""
+    padded = np.zeros((len(tables), max(num_blocks)), dtype=np.int32)
+    for row, (table, count) in enumerate(zip(tables, num_blocks, strict=True)):
+        padded[row, :count] = table[:count]
+    return padded
