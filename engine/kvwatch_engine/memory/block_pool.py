@@ -159,7 +159,7 @@ class BlockPool:
                     self._free.add_empty(block)
                 else:
                     self._free.add_cached(block)
-        if blocks and self._log.active:
+        if self._log.active:  # without blocks too: it ends the sequence's empty table
             self._log.append(BlocksReleased(owner.request, owner.sequence, list(blocks), reason))
 
     def store(self, blocks: Sequence[BlockId], hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:

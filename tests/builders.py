@@ -1,0 +1,206 @@
+"""One-line setup for tests: real parts, made small. No mocks of our own classes."""
+
+from collections.abc import Callable, Sequence
+
+from kvwatch.ledger.ledger import Ledger
+from kvwatch.telemetry.events import StepScheduled
+from kvwatch.telemetry.log import EventLog, GapError
+from kvwatch.telemetry.schema import Event
+from kvwatch.telemetry.snapshot import EngineSnapshot
+from kvwatch_engine.contracts.request import GenerationRequest
+from kvwatch_engine.contracts.sampling import SamplingParams
+from kvwatch_engine.contracts.settings import EngineSettings
+from kvwatch_engine.contracts.step import SampleRow, StepInput, StepResult
+from kvwatch_engine.core import EngineCore
+from kvwatch_engine.memory.block_hash import root_hash
+from kvwatch_engine.memory.block_manager import BlockManager
+from kvwatch_engine.memory.block_pool import BlockPool
+
+ROOT = root_hash([])
+
+
+class FakeClock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, start_ns: int = 1_000_000_000) -> None:
+        self.now_ns = start_ns
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def wall_ns(self) -> int:
+        return 1_700_000_000_000_000_000 + self.now_ns
+
+    def advance(self, seconds: float) -> None:
+        self.now_ns += int(seconds * 1e9)
+
+
+class NullModel:
+    """A `StepExecutor` whose tokens depend on (prompt, seed, position) only, computed by arithmetic instead of a model.
+
+    It also keeps a naive copy of the paged cache (slot -> token) and checks on every step that each position of each
+    sequence can be read back through its block table: what a real attention kernel relies on.
+    """
+
+    def __init__(self, vocab_size: int = 50) -> None:
+        self.vocab_size = vocab_size
+        self.slots: dict[int, int] = {}
+        self.block_size = 0
+        self.on_step: Callable[[StepInput], None] = lambda _step: None
+
+    def next_token(self, prompt: Sequence[int], seed: int, position: int) -> int:
+        """Return the token that a sequence continues with."""
+        return (sum(prompt) * 31 + seed % 1009 + position * position * 7) % self.vocab_size
+
+    def execute(self, step: StepInput) -> StepResult:
+        self.on_step(step)
+        self._copy_blocks(step)
+        for slot, token in zip(step.slot_mapping.tolist(), step.token_ids.tolist(), strict=True):
+            self.slots[slot] = token
+        self._check_readable(step)
+        tokens = [self._sample(row) for row in step.sample_rows]
+        return StepResult(token_ids=tokens, logprobs=[None] * len(tokens), forward_ns=0, sample_ns=0)
+
+    def _sample(self, row: SampleRow) -> int:
+        token = self.next_token(row.prompt_token_ids, row.seed, row.position)
+        while token in row.forbidden_token_ids:
+            token = (token + 1) % self.vocab_size
+        return token
+
+    def _copy_blocks(self, step: StepInput) -> None:
+        size = self.block_size
+        for source, destination in zip(step.copy_sources.tolist(), step.copy_destinations.tolist(), strict=True):
+            for offset in range(size):
+                if source * size + offset in self.slots:
+                    self.slots[destination * size + offset] = self.slots[source * size + offset]
+
+    def _check_readable(self, step: StepInput) -> None:
+        starts = step.query_starts.tolist()
+        for row, context_len in enumerate(step.context_lens.tolist()):
+            table = step.block_tables[row].tolist()
+            start, end = starts[row], starts[row + 1]
+            seen = [self.slots[table[p // self.block_size] * self.block_size + p % self.block_size]
+                    for p in range(context_len)]  # fmt: skip
+            assert seen[context_len - (end - start) :] == step.token_ids[start:end].tolist()
+            self.on_context(row, seen)
+
+    def on_context(self, row: int, tokens: list[int]) -> None:
+        """See what a sequence's queries look back at; tests override it."""
+
+
+def make_pool(num_blocks: int = 10, log: EventLog | None = None) -> BlockPool:
+    return BlockPool(num_blocks, log or EventLog())
+
+
+def make_manager(num_blocks: int = 10, block_size: int = 4, log: EventLog | None = None, **more: bool) -> BlockManager:
+    log = log or EventLog()
+    return BlockManager(BlockPool(num_blocks, log), block_size, log, **more)
+
+
+def make_settings(**overrides: object) -> EngineSettings:
+    values: dict[str, object] = {
+        "num_blocks": 41, "block_size": 4, "max_model_len": 64, "max_num_seqs": 8, "max_batch_tokens": 32,
+        "eos_token_ids": (3,), "vocab_size": 50, **overrides,
+    }  # fmt: skip
+    return EngineSettings(**values)  # type: ignore[arg-type]
+
+
+def make_request(request_id: str, prompt: Sequence[int], **sampling: object) -> GenerationRequest:
+    values: dict[str, object] = {"temperature": 0.0, "max_tokens": 8, "seed": 0, **sampling}
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(**values),  # type: ignore[arg-type]
+    )
+
+
+def make_core(model: NullModel | None = None, log: EventLog | None = None, **settings: object) -> EngineCore:
+    model = model or NullModel()
+    core = EngineCore(make_settings(**settings), model, log or EventLog())
+    model.block_size = core.settings.block_size
+    return core
+
+
+def run_until_idle(core: EngineCore, max_steps: int = 2000) -> dict[tuple[str, int], list[int]]:
+    """Step until nothing is live; return the tokens of each (request, sequence)."""
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for _ in range(max_steps):
+        if not core.has_work:
+            return tokens
+        for output in core.step():
+            tokens.setdefault((output.request_id, output.sequence), []).extend(output.token_ids)
+    raise AssertionError(f"requests are still live after {max_steps} steps")
+
+
+class Recorder:
+    """Reads everything that a log receives."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._cursor = log.subscribe("recorder")
+        self.events: list[Event] = []
+
+    def drain(self) -> list[Event]:
+        """Return all events so far."""
+        while batch := self._cursor.read():
+            self.events += batch
+        return self.events
+
+
+class LedgerFollower:
+    """A ledger that follows an engine's events; one that fell behind heals itself with a snapshot."""
+
+    def __init__(self, log: EventLog, snapshot: Callable[[], EngineSnapshot]) -> None:
+        self._cursor = log.subscribe("ledger")
+        self._snapshot = snapshot
+        self.ledger = Ledger()
+        self.num_gaps = 0
+        self.ledger.load(snapshot())
+
+    def catch_up(self) -> None:
+        """Apply everything that has happened; then the ledger must equal the engine exactly."""
+        try:
+            while events := self._cursor.read():
+                for event in events:
+                    self.ledger.apply(event)
+        except GapError:
+            snapshot = self._snapshot()
+            self.ledger.load(snapshot)
+            self._cursor.resume_at(snapshot.seq)
+            self.num_gaps += 1
+        assert_same_state(self.ledger.to_snapshot(), self._snapshot())
+
+
+def assert_same_state(rebuilt: EngineSnapshot, engine: EngineSnapshot) -> None:
+    """Compare everything that events tell: blocks, tables, requests. Exactly."""
+    assert rebuilt.seq == engine.seq
+    assert rebuilt.tiers == engine.tiers
+    assert {(s.request, s.sequence): s.block_ids for s in rebuilt.sequences} == {
+        (s.request, s.sequence): s.block_ids for s in engine.sequences
+    }
+    assert {r.request: (r.state, r.queued_ns) for r in rebuilt.requests} == {
+        r.request: (r.state, r.queued_ns) for r in engine.requests
+    }
+
+
+def snapshot_of(manager: BlockManager, log: EventLog) -> EngineSnapshot:
+    """Return the snapshot of a manager that belongs to no engine."""
+    return EngineSnapshot(
+        seq=log.head,
+        step=log.step,
+        time_ns=log.now_ns,
+        block_size_tokens=manager.block_size,
+        block_bytes=0,
+        watermark_blocks=0,
+        max_queued_requests=0,
+        max_queued_tokens=0,
+        tiers=[manager.pool.to_state()],
+        sequences=manager.to_states(),
+        requests=[],
+    )
+
+
+def emit_written(log: EventLog, manager: BlockManager, request: str, blocks: Sequence[int]) -> None:
+    """Report written blocks as the scheduler does."""
+    if log.active:
+        filled = [manager.pool.filled_slots[block] for block in blocks]
+        log.append(StepScheduled([request], [len(blocks)], len(blocks), 1, list(blocks), filled))

@@ -1,0 +1,16 @@
+"""Settings for all tests."""
+
+import logging
+
+import structlog
+
+
+def pytest_configure() -> None:
+    """Logs go to the standard library, which pytest captures and shows only for tests that fail."""
+    structlog.configure(
+        processors=[structlog.stdlib.add_log_level, structlog.processors.KeyValueRenderer(key_order=["event"])],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    logging.getLogger("asyncio").setLevel(logging.WARNING)

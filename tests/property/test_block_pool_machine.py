@@ -1,0 +1,217 @@
+"""Block pool and block tables against a naive model, driven at random, with a ledger that follows the events."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from builders import ROOT, LedgerFollower, emit_written, snapshot_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvwatch.telemetry.events.block import ReleaseReason
+from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.memory.block_hash import HashChain
+from kvwatch_engine.memory.block_manager import BlockManager
+from kvwatch_engine.memory.block_pool import BlockPool, Owner
+
+BLOCK_SIZE = 3
+RELEASES: list[ReleaseReason] = ["finished", "aborted", "preempted"]
+
+
+@dataclass
+class NaiveSequence:
+    """What a sequence looks like to somebody who has never heard of blocks: tokens, and how many are computed."""
+
+    tokens: list[int]
+    computed: int
+    chain: HashChain
+
+    def slice(self, start: int, end: int) -> list[int]:
+        return self.tokens[start:end]
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    """Allocate, append, fork, write shared, free, hit, evict, preempt, abort.
+
+    The naive model keeps the tokens of every slot (`memory`) as if it were the cache itself. Reading a sequence back
+    through its block table must give its tokens, always: that is what sharing, copy-on-write and reuse must never break.
+    """
+
+    @initialize(num_blocks=st.integers(4, 24), enable=st.booleans(), capacity=st.sampled_from([7, 1000]))
+    def start(self, num_blocks: int, enable: bool, capacity: int) -> None:
+        self.log = EventLog(capacity)  # with 7 the ledger loses events all the time and has to heal itself
+        self.pool = BlockPool(num_blocks, self.log)
+        self.manager = BlockManager(self.pool, BLOCK_SIZE, self.log, enable_prefix_cache=enable)
+        self.ledger = LedgerFollower(self.log, lambda: snapshot_of(self.manager, self.log))
+        self.sequences: dict[Owner, NaiveSequence] = {}
+        self.memory: dict[int, int] = {}
+        self.contents: dict[bytes, list[int]] = {}  # tokens of every block hash that was ever computed
+        self.counter = 0
+
+    # ------------------------------------------------------------------ rules
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20), computed=st.integers(1, 20))
+    def allocate(self, tokens: list[int], computed: int) -> None:
+        """Admit a sequence: a hit on whatever is known, blocks for the rest, all or nothing."""
+        owner = Owner(f"r{self.counter}", 0)
+        self.counter += 1
+        sequence = NaiveSequence(tokens, 0, HashChain(ROOT, BLOCK_SIZE))
+        limit = (len(tokens) - 1) // BLOCK_SIZE
+        prefix = self.manager.find_prefix(sequence.chain.upto(limit, sequence.slice)[:limit])
+        missing = self.manager.num_blocks_missing(prefix, len(tokens))
+        free_before = self.pool.num_free
+
+        opened = self.manager.open(owner, prefix, len(tokens))
+
+        assert opened == (missing <= free_before)
+        if not opened:
+            assert self.pool.num_free == free_before
+            return
+        assert self.pool.num_free == free_before - missing
+        sequence.computed = len(prefix) * BLOCK_SIZE
+        self.sequences[owner] = sequence
+        self._compute(owner, min(len(tokens), sequence.computed + computed))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), token=st.integers(0, 1), count=st.integers(1, 7))
+    def append_or_write_shared(self, data: st.DataObject, token: int, count: int) -> None:
+        """Compute what is missing, then grow: copies what is shared, takes new blocks at block borders."""
+        owner = self._any_sequence(data)
+        sequence = self.sequences[owner]
+        if sequence.computed == len(sequence.tokens):
+            sequence.tokens.extend([token] * count)
+        self._compute(owner, min(len(sequence.tokens), sequence.computed + count))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), upto=st.integers(0, 20))
+    def fork(self, data: st.DataObject, upto: int) -> None:
+        """Begin a second sequence on the blocks of the first, anywhere within what is computed."""
+        parent = self._any_sequence(data)
+        source = self.sequences[parent]
+        num_tokens = min(upto, source.computed)
+        child = Owner(parent.request, 1 + max(o.sequence for o in self.sequences if o.request == parent.request))
+
+        shared = self.manager.fork(parent, child, num_tokens)
+
+        assert num_tokens - BLOCK_SIZE < shared <= num_tokens
+        chain = source.chain.fork(num_tokens // BLOCK_SIZE)
+        self.sequences[child] = NaiveSequence(source.tokens[:num_tokens], shared, chain)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), reason=st.sampled_from(RELEASES))
+    def release(self, data: st.DataObject, reason: ReleaseReason) -> None:
+        """Finish, abort or preempt."""
+        owner = self._any_sequence(data)
+        alone = self.manager.num_blocks_freed_by([owner])
+        free_before = self.pool.num_free
+
+        self.manager.release(owner, reason)
+        self.manager.release(owner, reason)  # a second time does nothing
+
+        assert self.pool.num_free == free_before + alone
+        del self.sequences[owner]
+
+    @rule()
+    def clear_cache(self) -> None:
+        cached = self.pool.num_cached
+
+        assert self.pool.clear_cache() == cached
+
+        assert self.pool.num_cached == 0
+
+    @rule()
+    def ledger_catches_up(self) -> None:
+        self.ledger.catch_up()
+
+    # ------------------------------------------------------------------ invariants
+
+    @invariant()
+    def pool_and_tables_are_sound(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.manager.check_integrity()
+        assert self.pool.capacity == self.pool.num_empty + self.pool.num_cached + self.pool.num_used
+
+    @invariant()
+    def every_token_can_be_read_back(self) -> None:
+        for owner, sequence in getattr(self, "sequences", {}).items():
+            table = self.manager.table(owner)
+            seen = [self.memory[table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE] for p in range(sequence.computed)]
+            assert seen == sequence.tokens[: sequence.computed]
+
+    @invariant()
+    def cached_blocks_hold_what_their_hash_says(self) -> None:
+        """Whoever hits a hash later reads these tokens: nobody may have written over them."""
+        if not hasattr(self, "pool"):
+            return
+        for block, content in enumerate(self.pool.hashes):
+            if content is not None:
+                held = [self.memory[block * BLOCK_SIZE + offset] for offset in range(BLOCK_SIZE)]
+                assert self.contents[content] == held
+
+    @invariant()
+    def no_block_is_writable_by_two(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        partial = Counter(
+            self.manager.table(owner)[s.computed // BLOCK_SIZE]
+            for owner, s in self.sequences.items()
+            if s.computed // BLOCK_SIZE < len(self.manager.table(owner))
+        )
+        for block, writers in partial.items():
+            if writers > 1:
+                assert self.pool.ref_counts[block] >= writers, "then prepare_write copies it first"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        for owner in list(self.sequences):
+            self.manager.release(owner, "finished")
+        self.ledger.catch_up()
+        assert self.pool.num_used == 0
+        assert self.pool.num_cached + self.pool.num_empty == self.pool.capacity
+
+    # ------------------------------------------------------------------ parts
+
+    def _any_sequence(self, data: st.DataObject) -> Owner:
+        return data.draw(st.sampled_from(sorted(self.sequences)))
+
+    def _compute(self, owner: Owner, end: int) -> None:
+        """Write the K/V of a sequence's next tokens, as a step would; do nothing when blocks are short."""
+        sequence = self.sequences[owner]
+        start = sequence.computed
+        if end <= start:
+            return
+        needed = self.manager.num_blocks_to_write(owner, start, end)
+        free_before = self.pool.num_free
+        copies = self.manager.prepare_write(owner, start, end, "decode")
+        assert (copies is None) == (needed > free_before)
+        if copies is None:
+            assert self.pool.num_free == free_before
+            return
+        for copy in copies:
+            for offset in range(BLOCK_SIZE):
+                slot = copy.source * BLOCK_SIZE + offset
+                if slot in self.memory:
+                    self.memory[copy.destination * BLOCK_SIZE + offset] = self.memory[slot]
+        table = self.manager.table(owner)
+        for position in range(start, end):
+            block = table[position // BLOCK_SIZE]
+            assert self.pool.ref_counts[block] == 1, "a step writes to blocks of one owner only"
+            assert self.pool.hashes[block] is None, "a step never writes to content that others may look up"
+            self.memory[block * BLOCK_SIZE + position % BLOCK_SIZE] = sequence.tokens[position]
+        written = self.manager.record_written(owner, start, end)
+        emit_written(self.log, self.manager, owner.request, written)
+        sequence.computed = end
+        self._remember_contents(sequence)
+        self.manager.store_full(owner, sequence.chain, end, sequence.slice)
+
+    def _remember_contents(self, sequence: NaiveSequence) -> None:
+        chain = HashChain(ROOT, BLOCK_SIZE)
+        num_full = sequence.computed // BLOCK_SIZE
+        for index, content in enumerate(chain.upto(num_full, sequence.slice)):
+            self.contents[content] = sequence.tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+
+
+BlockPoolMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestBlockPool = BlockPoolMachine.TestCase
