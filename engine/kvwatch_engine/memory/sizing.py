@@ -1,0 +1,90 @@
+"""How many blocks a pool gets. Pure arithmetic, and one look at the machine's free memory."""
+
+import re
+from pathlib import Path
+
+from kvwatch.errors import ConfigError
+from kvwatch_engine.contracts.cache import KVCacheSpec
+
+DEFAULT_FREE_MEMORY_SHARE = 0.25
+"""Part of the free memory that the pool takes unless told otherwise."""
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def parse_bytes(text: str, setting: str) -> int:
+    """Read a size such as `4GiB`, `512M` or `1073741824`; units are powers of 1024.
+
+    Raises:
+        ConfigError: it is no size, or 0.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size <= 0:
+        raise ConfigError(f"{setting}: {text!r} is no size above 0; write for instance 4GiB or 512MiB")
+    return size
+
+
+def parse_watermark(text: str, capacity: int, setting: str = "--watermark") -> int:
+    """Read a watermark: a ratio of the pool (`0.02`) or a number of blocks (`8`); return blocks.
+
+    Raises:
+        ConfigError: it is neither, or no smaller than the pool.
+    """
+    try:
+        blocks = int(text) if text.strip().isdigit() else round(float(text) * capacity)
+    except (ValueError, OverflowError):
+        blocks = -1
+    if not 0 <= blocks < capacity:
+        raise ConfigError(
+            f"{setting}: {text!r} is neither a ratio from 0 to below 1 nor a number of blocks below {capacity}; "
+            "write for instance 0.02"
+        )
+    return blocks
+
+
+def default_num_blocks(spec: KVCacheSpec, max_model_len: int, max_num_seqs: int, free_bytes: int) -> int:
+    """Return the number of blocks, null block included: a share of the free memory, but no more than can be used.
+
+    Args:
+        spec: shape of the cache.
+        max_model_len: longest sequence in tokens.
+        max_num_seqs: most sequences at once.
+        free_bytes: free memory in bytes.
+    """
+    usable = max_num_seqs * -(-max_model_len // spec.block_size)
+    affordable = int(free_bytes * DEFAULT_FREE_MEMORY_SHARE) // spec.block_bytes
+    return 1 + max(1, min(usable, affordable))
+
+
+def free_memory_bytes() -> int:
+    """Return the bytes that this process may still take: what the machine has free, or its container leaves."""
+    free = _machine_free_bytes()
+    for limit_file, usage_file in _CGROUP_FILES:
+        limit, usage = _read_int(Path(limit_file)), _read_int(Path(usage_file))
+        if limit is not None and usage is not None:
+            free = min(free, max(0, limit - usage))
+    return free
+
+
+def _machine_free_bytes() -> int:
+    try:
+        for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # no Linux: the modest guess below is better than no server
+    return 4 * 2**30
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # absent, or the word "max"
+        return None

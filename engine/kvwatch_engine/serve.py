@@ -1,0 +1,247 @@
+"""`kvwatch serve`: the composition root. Engine, server and observatory in one process.
+
+    main thread          API server (asyncio, uvicorn)
+    kvwatch-engine       the step loop
+    observatory thread   collector, ledger, metrics listener
+
+Only this module knows all three. Torch and transformers are imported when the command runs, not before.
+"""
+
+import argparse
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+import structlog
+
+from kvwatch import __version__
+from kvwatch.config import add_flags, resolve, setting
+from kvwatch.errors import ConfigError
+from kvwatch.exporters.identity import EngineIdentity
+from kvwatch.exporters.listener import bind
+from kvwatch.logs import configure_logs
+from kvwatch.observatory import Observatory
+from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.contracts.cache import KVCacheSpec
+from kvwatch_engine.contracts.model import ModelInfo
+from kvwatch_engine.contracts.settings import EngineSettings
+from kvwatch_engine.engine import Engine
+from kvwatch_engine.memory.sizing import default_num_blocks, free_memory_bytes, parse_bytes, parse_watermark
+
+if TYPE_CHECKING:
+    from kvwatch_engine.model.loader import LoadedModel
+    from kvwatch_engine.model.runner import ModelRunner
+
+logger = structlog.get_logger(__name__)
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of `kvwatch serve`; docs/configuration.md is derived from this class."""
+
+    model: Annotated[str, setting("Model: `embedded`, a Hugging Face folder or hub name, or a .gguf file.")] = (
+        "embedded"
+    )
+    served_model_name: Annotated[str | None, setting("Name under which the API offers the model.")] = None
+    host: Annotated[str, setting("Address of the API.")] = "127.0.0.1"
+    port: Annotated[int, setting("Port of the API; 0 takes a free one.", minimum=0, maximum=65_535)] = 8000
+    metrics_listen: Annotated[str, setting("HOST:PORT of the read-only metrics listener; `off` for none.")] = (
+        "127.0.0.1:9400"
+    )
+    block_size: Annotated[int, setting("Tokens in one block.", minimum=1, maximum=1024)] = 16
+    num_blocks: Annotated[int | None, setting("Blocks of the pool, the null block included.", minimum=2)] = None
+    kv_memory: Annotated[str | None, setting("Memory of the pool, such as 4GiB, instead of --num-blocks.")] = None
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], setting("Type of weights and cache.")] = "auto"
+    max_model_len: Annotated[int | None, setting("Longest sequence in tokens; default: the model's.", minimum=2)] = None
+    max_num_seqs: Annotated[int, setting("Most sequences in one step.", minimum=1, maximum=4096)] = 64
+    max_batch_tokens: Annotated[int, setting("Most tokens in one step.", minimum=1)] = 1024
+    max_prefill_chunk: Annotated[int | None, setting("Most tokens of one sequence in one step.", minimum=1)] = None
+    max_queued_requests: Annotated[int, setting("Waiting requests beyond this get 429.", minimum=1)] = 1024
+    max_queued_tokens: Annotated[int, setting("Waiting prompt tokens beyond this get 429.", minimum=1)] = 1_048_576
+    watermark: Annotated[str, setting("Blocks kept free at admission: 0.02 is a ratio, 8 are blocks.")] = "0.02"
+    prefix_cache: Annotated[bool, setting("Reuse the blocks of known prefixes.")] = True
+    drain_seconds: Annotated[float, setting("Time that requests get to finish on SIGTERM.", minimum=0)] = 30.0
+    stall_seconds: Annotated[float, setting("A step longer than this fails /health.", minimum=1)] = 30.0
+    engine_name: Annotated[str, setting("Stable name of this engine in all metrics.")] = "kvwatch"
+    dp_rank: Annotated[int, setting("Rank among data-parallel replicas.", minimum=0)] = 0
+    log_format: Annotated[Literal["console", "json"], setting("Form of log lines.")] = "console"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], setting("Least severe lines shown.")] = "info"
+    log_prompts: Annotated[bool, setting("Write prompt texts to the log.")] = False
+
+
+class ServeCommand:
+    """The command `serve`."""
+
+    name = "serve"
+    help = "serve a model: OpenAI-compatible API, metrics, everything in one process"
+    settings = ServeSettings
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add one flag for each setting."""
+        add_flags(parser, ServeSettings)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Serve until SIGTERM or SIGINT."""
+        settings = resolve(ServeSettings, args).settings
+        configure_logs(settings.log_format, settings.log_level, log_prompts=settings.log_prompts)
+        serve(settings)
+        return 0
+
+
+COMMAND = ServeCommand()
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The parts of a running server."""
+
+    model: ModelInfo
+    engine: Engine
+    observatory: Observatory
+
+
+def serve(settings: ServeSettings) -> None:
+    """Load the model, then serve until a signal comes. Main thread only.
+
+    Raises:
+        ConfigError: a setting is wrong, or two contradict each other.
+        ModelError: the model cannot be loaded.
+        ExporterError: a port is taken.
+    """
+    # Ports first: whoever mistyped one should not wait for a model.
+    listen = None if settings.metrics_listen == "off" else settings.metrics_listen
+    if listen is not None:
+        bind(listen, "--metrics-listen").close()
+    with bind(_join(settings.host, settings.port), "--host/--port") as bound:
+        from kvwatch_engine.model.loader import load_model
+        from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app
+        from kvwatch_engine.server.runtime import run_until_signal
+
+        started = time.monotonic()
+        logger.info("loading", model=settings.model)
+        model = load_model(settings.model, dtype=settings.dtype, served_name=settings.served_model_name)
+        dispatcher = OutputDispatcher()
+        runner, engine_settings = build_runner(settings, model)
+        log = EventLog()
+        engine = Engine(engine_settings, runner, log, dispatcher, block_bytes=runner.kv_cache.spec.block_bytes)
+        identity = EngineIdentity(settings.engine_name, settings.dp_rank, model.info.name)
+        observatory = Observatory(log, engine, identity, metrics_listen=listen)
+        app = create_app(
+            engine,
+            dispatcher,
+            model.info,
+            ServerSettings(drain_seconds=settings.drain_seconds, log_prompts=settings.log_prompts),
+            observatory.metrics_app,
+        )
+        serving = Serving(model.info, engine, observatory)
+        try:
+            engine.start()
+            observatory.start()
+            run_until_signal(
+                app,
+                bound,
+                engine,
+                app.state.drain,
+                settings.drain_seconds,
+                lambda: _announce(settings, serving, bound.getsockname()[1], time.monotonic() - started),
+            )
+        finally:
+            engine.stop()
+            observatory.stop()
+            logger.info("stopped")
+
+
+def build_runner(settings: ServeSettings, model: "LoadedModel") -> "tuple[ModelRunner, EngineSettings]":
+    """Allocate the pool's tensors, warm the model up, and return both with the engine's settings.
+
+    Raises:
+        ConfigError: settings contradict each other or the model.
+    """
+    from kvwatch_engine.memory.kv_cache import KVCache
+    from kvwatch_engine.model.runner import ModelRunner
+
+    engine_settings = make_engine_settings(settings, model.info, model.cache_spec(settings.block_size))
+    runner = ModelRunner(model, KVCache(model.cache_spec(settings.block_size), engine_settings.num_blocks))
+    runner.warm_up(engine_settings.max_batch_tokens)
+    return runner, engine_settings
+
+
+def make_engine_settings(settings: ServeSettings, model: ModelInfo, spec: KVCacheSpec) -> EngineSettings:
+    """Return the engine's settings for a model, filling in what was left open.
+
+    Raises:
+        ConfigError: settings contradict each other or the model.
+    """
+    if settings.num_blocks is not None and settings.kv_memory is not None:
+        raise ConfigError("--num-blocks and --kv-memory both say how large the pool is; give one of them")
+    if settings.max_batch_tokens < settings.max_num_seqs:
+        raise ConfigError(
+            f"--max-batch-tokens {settings.max_batch_tokens} is less than --max-num-seqs {settings.max_num_seqs}; "
+            "each running sequence needs a token a step: raise one or lower the other"
+        )
+    max_model_len = settings.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} is more than the {model.max_position} tokens that the model was made for"
+        )
+    num_blocks = _num_blocks(settings, spec, max_model_len)
+    return EngineSettings(
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_prefill_chunk=settings.max_prefill_chunk,
+        watermark_blocks=parse_watermark(settings.watermark, num_blocks - 1),
+        max_queued_requests=settings.max_queued_requests,
+        max_queued_tokens=settings.max_queued_tokens,
+        enable_prefix_cache=settings.prefix_cache,
+        weights_fingerprint=model.weights_fingerprint,
+        eos_token_ids=model.eos_token_ids,
+        vocab_size=model.vocab_size,
+        stall_seconds=settings.stall_seconds,
+    )
+
+
+def _num_blocks(settings: ServeSettings, spec: KVCacheSpec, max_model_len: int) -> int:
+    free_bytes = free_memory_bytes()
+    if settings.num_blocks is not None:
+        num_blocks = settings.num_blocks
+    elif settings.kv_memory is not None:
+        num_blocks = parse_bytes(settings.kv_memory, "--kv-memory") // spec.block_bytes
+    else:
+        num_blocks = default_num_blocks(spec, max_model_len, settings.max_num_seqs, free_bytes)
+    needed = num_blocks * spec.block_bytes
+    if num_blocks < 2:
+        raise ConfigError(f"--kv-memory {settings.kv_memory} is less than two blocks of {spec.block_bytes} bytes")
+    if needed > free_bytes:
+        raise ConfigError(
+            f"a pool of {num_blocks} blocks takes {needed / 2**30:.1f} GiB, but {free_bytes / 2**30:.1f} GiB are free; "
+            "lower --num-blocks or --kv-memory"
+        )
+    return num_blocks
+
+
+def _announce(settings: ServeSettings, serving: Serving, port: int, seconds: float) -> None:
+    model, engine = serving.model, serving.engine.settings
+    capacity = engine.num_blocks - 1
+    logger.info(
+        "ready",
+        version=__version__,
+        api=f"http://{_join(settings.host, port)}/v1",
+        metrics=f"http://{_join(*serving.observatory.metrics_address)}/metrics"
+        if serving.observatory.metrics_address
+        else "off",
+        model=model.name,
+        dtype=model.dtype,
+        dtype_reason=model.dtype_reason,
+        blocks=capacity,
+        block_size=engine.block_size,
+        token_capacity=capacity * engine.block_size,
+        max_model_len=serving.engine.max_model_len,
+        seconds=round(seconds, 1),
+    )
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
