@@ -1,0 +1,190 @@
+"""The whole server as one process: from the command line to the metrics, and down again."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from server_process import ServerProcess, serve_process
+from tiny_models import make_tiny_model
+
+MODEL = "tiny"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with serve_process(folder, "--served-model-name", MODEL, "--num-blocks", "200") as running:
+        yield running
+
+
+def chat(server: ServerProcess, text: str, **more: object) -> str:
+    with server.openai() as client:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": text}], temperature=0, **more  # type: ignore[call-overload]
+        )  # fmt: skip
+    return str(answer.choices[0].message.content)
+
+
+def test_a_chat_request_is_answered_and_every_block_is_accounted_for(server: ServerProcess) -> None:
+    before = server.metrics()
+
+    first = chat(server, "what is a block? " * 4, max_tokens=20, extra_body={"ignore_eos": True})
+    second = chat(server, "what is a block? " * 4, max_tokens=20, extra_body={"ignore_eos": True})
+
+    assert first == second
+    after = server.metrics()
+
+    def gained(name: str) -> float:
+        return after[name] - before[name]
+
+    assert gained('kvwatch_requests_finished_total{reason="length"}') == 2
+    assert gained("kvwatch_generated_tokens_total") == 40
+    assert gained('kvwatch_prefix_cache_hit_tokens_total{tier="device"}') > 16
+    allocated = sum(
+        gained(f'kvwatch_kv_block_allocations_total{{reason="{r}",tier="device"}}') for r in ("prefill", "decode")
+    )
+    assert allocated > 4
+    assert after["kvwatch_ledger_violations_total"] == 0
+    assert after['kvwatch_kv_blocks{group="0",state="used",tier="device"}'] == 0
+    free = sum(after[f'kvwatch_kv_blocks{{group="0",state="{state}",tier="device"}}'] for state in ("cached", "empty"))
+    assert free == after['kvwatch_kv_block_capacity{tier="device"}'] == 199
+    assert after['kvwatch_kv_blocks{group="0",state="cached",tier="device"}'] > 0
+
+
+def test_the_api_port_shows_the_same_metrics_and_health(server: ServerProcess) -> None:
+    root = server.api.removesuffix("/v1")
+    assert httpx.get(f"{root}/health").status_code == 200
+    assert httpx.get(f"{root}/ready").status_code == 200
+    assert "kvwatch_kv_blocks{" in httpx.get(f"{root}/metrics").text
+    listener = server.metrics_url.removesuffix("/metrics")
+    assert httpx.get(f"{listener}/health").status_code == 200
+    assert httpx.get(f"{listener}/v1/models").status_code == 404
+    assert httpx.post(server.metrics_url).status_code == 405
+
+
+def test_no_prompt_text_is_logged(server: ServerProcess) -> None:
+    chat(server, "xyzzy-secret-words", max_tokens=3)
+    line = server.wait_for("request", 10)
+
+    assert line["request_id"]
+    assert "xyzzy" not in str(server.lines)
+
+
+def test_sigterm_lets_a_running_request_finish_and_refuses_new_ones(folder: Path) -> None:
+    with serve_process(folder, "--served-model-name", MODEL, "--drain-seconds", "30") as server:
+        answers: list[str] = []
+        request = threading.Thread(
+            target=lambda: answers.append(chat(server, "go on", max_tokens=400, extra_body={"ignore_eos": True}))
+        )
+        request.start()
+        _wait_until_running(server)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("draining", 5)
+
+        root = server.api.removesuffix("/v1")
+        refused = httpx.post(
+            f"{server.api}/chat/completions", json={"model": MODEL, "messages": [{"role": "user", "content": "late"}]}
+        )
+
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert httpx.get(f"{root}/ready").status_code == 503
+        assert httpx.get(f"{root}/health").status_code == 200
+        request.join(30)
+        assert answers
+        assert answers[0]
+        assert server.process.wait(15) == 0
+
+
+def test_what_still_runs_after_the_grace_time_is_aborted(folder: Path) -> None:
+    with serve_process(folder, "--served-model-name", MODEL, "--drain-seconds", "0.2") as server:
+        request = threading.Thread(target=_ignore_errors, args=(server, 480))
+        request.start()
+        _wait_until_running(server)
+
+        begin = time.monotonic()
+        assert server.terminate() == 0
+        assert time.monotonic() - begin < 10
+        request.join(10)
+
+
+def test_a_second_sigterm_exits_at_once(folder: Path) -> None:
+    with serve_process(folder, "--served-model-name", MODEL, "--drain-seconds", "60") as server:
+        request = threading.Thread(target=_ignore_errors, args=(server, 480))
+        request.start()
+        _wait_until_running(server)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("draining", 5)
+
+        server.process.send_signal(signal.SIGTERM)
+
+        assert server.process.wait(3) == 128 + signal.SIGTERM
+        request.join(10)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--block-size", "0"], "--block-size"),
+        (["--num-blocks", "5", "--kv-memory", "1GiB"], "give one of them"),
+        (["--kv-memory", "lots"], "write for instance 4GiB"),
+        (["--kv-memory", "900TiB"], "are free"),
+        (["--watermark", "1.5"], "write for instance 0.02"),
+        (["--max-model-len", "100000"], "that the model was made for"),
+        (["--max-num-seqs", "64", "--max-batch-tokens", "8"], "raise one or lower the other"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--dtype", "float8"], "float32"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_says_what_to_do(folder: Path, flags: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(folder), "--port", "0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_named(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for flags in (["--port", port], ["--port", "0", "--metrics-listen", f"127.0.0.1:{port}"]):
+            command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(folder), *flags]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert done.returncode == 2
+            assert port in done.stderr
+            assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(tmp_path / "nothing"), "--port", "0"]
+    done = subprocess.run(
+        [*command, "--metrics-listen", "off"], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.returncode == 2
+    assert "nothing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def _wait_until_running(server: ServerProcess) -> None:
+    deadline = time.monotonic() + 10
+    while server.metrics()['kvwatch_requests{state="running"}'] == 0:
+        assert time.monotonic() < deadline, "the request does not run"
+
+
+def _ignore_errors(server: ServerProcess, max_tokens: int) -> None:
+    with contextlib.suppress(Exception):  # the server goes away while it answers
+        chat(server, "go on", max_tokens=max_tokens, extra_body={"ignore_eos": True})

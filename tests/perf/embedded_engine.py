@@ -1,0 +1,61 @@
+"""The embedded model in an engine without threads, and loads to put on it."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.contracts.request import GenerationRequest
+from kvwatch_engine.contracts.sampling import SamplingParams
+from kvwatch_engine.contracts.settings import EngineSettings
+from kvwatch_engine.core import EngineCore
+from kvwatch_engine.memory.kv_cache import KVCache
+from kvwatch_engine.model.loader import LoadedModel, load_model
+from kvwatch_engine.model.runner import ModelRunner
+
+VOCABULARY = 49_000  # below the special tokens' neighbours and within every small model's vocabulary
+
+
+def load_embedded() -> LoadedModel:
+    """Load the embedded model in the dtype that `kvwatch serve` would take."""
+    return load_model("embedded")
+
+
+def make_core(model: LoadedModel, log: EventLog, *, max_num_seqs: int = 16, num_blocks: int = 2048) -> EngineCore:
+    """Return an engine as `kvwatch serve` builds it, warmed up."""
+    settings = EngineSettings(
+        num_blocks=num_blocks,
+        max_model_len=model.info.max_position,
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=1024,
+        watermark_blocks=num_blocks // 50,
+        weights_fingerprint=model.info.weights_fingerprint,
+        eos_token_ids=model.info.eos_token_ids,
+        vocab_size=model.info.vocab_size,
+    )
+    runner = ModelRunner(model, KVCache(model.cache_spec(settings.block_size), num_blocks))
+    runner.warm_up(settings.max_batch_tokens)
+    return EngineCore(settings, runner, log, block_bytes=runner.kv_cache.spec.block_bytes)
+
+
+def random_prompts(count: int, num_tokens: int, seed: int) -> list[tuple[int, ...]]:
+    """Return prompts that share no prefix."""
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(100, VOCABULARY) for _ in range(num_tokens)) for _ in range(count)]
+
+
+def submit(core: EngineCore, prompts: Sequence[tuple[int, ...]], max_tokens: int, prefix: str) -> None:
+    """Queue greedy requests that run to their full length."""
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        request = GenerationRequest(request_id=f"{prefix}-{index}", prompt_token_ids=prompt, sampling=sampling)
+        core.add(request, time.monotonic_ns())
+
+
+def run(core: EngineCore, on_step: Callable[[], None] = lambda: None) -> int:
+    """Step until idle; return the number of output tokens."""
+    num_tokens = 0
+    while core.has_work:
+        num_tokens += sum(len(output.token_ids) for output in core.step())
+        on_step()
+    return num_tokens
