@@ -47,6 +47,8 @@ class NullModel:
         self.slots: dict[int, int] = {}
         self.block_size = 0
         self.on_step: Callable[[StepInput], None] = lambda _step: None
+        self.on_context: Callable[[int, list[int]], None] = lambda _row, _tokens: None
+        """Is shown what each sequence's queries look back at."""
 
     def next_token(self, prompt: Sequence[int], seed: int, position: int) -> int:
         """Return the token that a sequence continues with."""
@@ -83,9 +85,6 @@ class NullModel:
                     for p in range(context_len)]  # fmt: skip
             assert seen[context_len - (end - start) :] == step.token_ids[start:end].tolist()
             self.on_context(row, seen)
-
-    def on_context(self, row: int, tokens: list[int]) -> None:
-        """See what a sequence's queries look back at; tests override it."""
 
 
 def make_pool(num_blocks: int = 10, log: EventLog | None = None) -> BlockPool:

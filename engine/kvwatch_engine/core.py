@@ -29,6 +29,11 @@ _SEED_MASK = (1 << 64) - 1
 logger = structlog.get_logger(__name__)
 
 
+def sequence_seed(seed: int, index: int) -> int:
+    """Return the 64-bit seed of one of a request's sequences; the first has the request's own."""
+    return (seed + index * _SEED_STRIDE) & _SEED_MASK
+
+
 class EngineCore:
     """Requests, blocks and the step.
 
@@ -68,7 +73,7 @@ class EngineCore:
             source,
             arrival=self._num_arrivals,
             queued_ns=queued_ns,
-            seeds=[(first_seed + index * _SEED_STRIDE) & _SEED_MASK for index in range(source.sampling.n)],
+            seeds=[sequence_seed(first_seed, index) for index in range(source.sampling.n)],
             chain=HashChain(self._root(source.cache_salt), self.settings.block_size),
         )
         self._num_arrivals += 1

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import time
+from typing import Any
 
 import torch
 from embedded_engine import load_embedded, make_core, random_prompts, run, submit
@@ -32,13 +33,13 @@ class Transformers:
 
     def __init__(self, model: LoadedModel) -> None:
         dtype = getattr(torch, model.info.dtype)
-        self.model = AutoModelForCausalLM.from_pretrained(model.info.folder, dtype=dtype).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model.info.folder, dtype=dtype).eval()
 
     def tokens_per_second(self, seed: int) -> float:
         """Generate for all requests; return output tokens/s."""
         prompts = torch.tensor(random_prompts(NUM_REQUESTS, NUM_PROMPT_TOKENS, seed))
         started = time.perf_counter()
-        for batch in prompts.split(BATCH):
+        for batch in torch.split(prompts, BATCH):
             with torch.inference_mode():
                 output = self.model.generate(
                     batch, attention_mask=torch.ones_like(batch), max_new_tokens=NUM_OUTPUT_TOKENS,
@@ -68,7 +69,8 @@ def main() -> None:
     peer = Transformers(model)
     submit(core, random_prompts(BATCH, NUM_PROMPT_TOKENS, 999), 4, "warm-up")
     run(core)
-    ours, theirs = [], []
+    ours: list[float] = []
+    theirs: list[float] = []
     for pair in range(pairs):
         ours.append(kvwatch_tokens_per_second(core, pair))
         theirs.append(peer.tokens_per_second(pair))

@@ -108,7 +108,8 @@ def main() -> None:
     core = make_core(load_embedded(), log, max_num_seqs=BATCH, num_blocks=8192)
     load = Load(core)
     load.window()
-    on, off = [], []
+    on: list[float] = []
+    off: list[float] = []
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         load.refill()

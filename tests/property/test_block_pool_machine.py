@@ -34,7 +34,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     """Allocate, append, fork, write shared, free, hit, evict, preempt, abort.
 
     The naive model keeps the tokens of every slot (`memory`) as if it were the cache itself. Reading a sequence back
-    through its block table must give its tokens, always: that is what sharing, copy-on-write and reuse must never break.
+    through its block table must give its tokens, always: sharing, copy-on-write and reuse must never break that.
     """
 
     @initialize(num_blocks=st.integers(4, 24), enable=st.booleans(), capacity=st.sampled_from([7, 1000]))

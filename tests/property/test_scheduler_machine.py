@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import FinishReason, SequenceOutput
-from kvwatch_engine.contracts.step import StepInput
-from kvwatch_engine.core import _SEED_MASK, _SEED_STRIDE
+from kvwatch_engine.contracts.step import StepInput, StepResult
+from kvwatch_engine.core import sequence_seed
 from kvwatch_engine.scheduling.policy import worst_case_blocks
 from kvwatch_engine.scheduling.request import RequestState
 
@@ -22,7 +22,7 @@ class FailingModel(NullModel):
         super().__init__()
         self.fail_next = False
 
-    def execute(self, step: StepInput):  # type: ignore[no-untyped-def]
+    def execute(self, step: StepInput) -> StepResult:
         if self.fail_next:
             self.fail_next = False
             raise MemoryError("made to fail")
@@ -60,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.log = EventLog(log_capacity)  # with 16 the ledger loses events all the time and has to heal itself
         self.model = FailingModel()
         self.model.on_step = self.check_step
-        self.model.on_context = self.check_context  # type: ignore[method-assign]
+        self.model.on_context = self.check_context
         self.core = make_core(
             self.model,
             self.log,
@@ -88,18 +88,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         seed=st.integers(0, 1000),
     )
-    def submit(
-        self, prompt: list[int], n: int, max_tokens: int, min_tokens: int, ignore_eos: bool, seed: int
-    ) -> None:
+    def submit(self, prompt: list[int], n: int, max_tokens: int, min_tokens: int, ignore_eos: bool, seed: int) -> None:
         config = self.core.settings
         if worst_case_blocks(len(prompt), max_tokens, n, config.block_size) > config.num_blocks - 1:
             return  # refused at submission
         request_id = f"r{len(self.prompts)}"
         self.prompts[request_id] = tuple(prompt)
         for index in range(n):
-            answer = self.expected_answer(
-                tuple(prompt), (seed + index * _SEED_STRIDE) & _SEED_MASK, max_tokens, min_tokens, ignore_eos
-            )
+            answer = self.expected_answer(tuple(prompt), sequence_seed(seed, index), max_tokens, min_tokens, ignore_eos)
             self.expected[request_id, index] = answer
         self.core.add(
             make_request(

@@ -219,9 +219,9 @@ class BlockManager:
         for table in self._tables.values():
             for block in table:
                 occurrences[block] += 1
-        for block, (count, expected) in enumerate(zip(self.pool.ref_counts, occurrences, strict=True)):
+        for index, (count, expected) in enumerate(zip(self.pool.ref_counts, occurrences, strict=True)):
             if count != expected:
-                raise CacheCorruption(f"block {block}: reference count {count}, but it is in {expected} tables")
+                raise CacheCorruption(f"block {index}: reference count {count}, but it is in {expected} tables")
 
     # ------------------------------------------------------------------ parts
 

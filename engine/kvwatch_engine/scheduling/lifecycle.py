@@ -1,5 +1,7 @@
 """Every change of a request's state, with its events: admission, fork, preemption, end. Engine thread only."""
 
+from typing import Literal
+
 from kvwatch.telemetry.events import (
     AllocationFailed,
     FirstToken,
@@ -99,7 +101,7 @@ class Lifecycle:
     def fail_allocation(self, request: Request, needed: int, available: int, *, is_admission: bool) -> None:
         """Report that a request needed more blocks than it could have."""
         if self._log.active:
-            reason = "admission" if is_admission else "growth"
+            reason: Literal["admission", "growth"] = "admission" if is_admission else "growth"
             self._log.append(AllocationFailed(request.request_id, needed, available, reason))
 
     # ------------------------------------------------------------------ progress

@@ -10,6 +10,7 @@ Continuous batching: every step is composed anew from whatever is live. Engine t
 from collections.abc import Sequence as ReadOnlySequence
 
 from kvwatch.telemetry.events import StepCompleted, StepScheduled
+from kvwatch.telemetry.events.block import AllocationReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import FinishReason, SequenceOutput
 from kvwatch_engine.contracts.settings import EngineSettings
@@ -34,7 +35,8 @@ class Scheduler:
         self._log = log
         self._admission = WatermarkAdmission(settings.watermark_blocks)
         self.lifecycle = Lifecycle(manager, log)
-        self._num_preemptions = 0
+        self.num_preemptions = 0
+        """Preemptions so far."""
 
     @property
     def has_work(self) -> bool:
@@ -51,13 +53,13 @@ class Scheduler:
         """
         budget = TokenBudget.for_step(self._settings)
         chunks: dict[Sequence, Chunk] = {}
-        preemptions_before = self._num_preemptions
+        preemptions_before = self.num_preemptions
         for want_decoding in (True, False):
             # Decode tokens first: a long prefill never makes those wait who are in the middle of an answer.
             for sequence in self._active_sequences():
                 if sequence.is_decoding is want_decoding and sequence not in chunks:
                     self._schedule_sequence(sequence, budget, chunks)
-        if self._num_preemptions == preemptions_before:
+        if self.num_preemptions == preemptions_before:
             # Whoever was preempted just now would be admitted again at once.
             self._admit_waiting(budget, chunks)
         self._note_wait_reasons(budget)
@@ -80,7 +82,7 @@ class Scheduler:
             return
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         num_blocks_before = len(self._manager.table(sequence.owner))
-        reason = "decode" if sequence.is_decoding else "prefill"
+        reason: AllocationReason = "decode" if sequence.is_decoding else "prefill"
         while (copies := self._manager.prepare_write(sequence.owner, start, end, reason)) is None:
             needed = self._manager.num_blocks_to_write(sequence.owner, start, end)
             self.lifecycle.fail_allocation(request, needed, self._manager.pool.num_free, is_admission=False)
@@ -101,7 +103,7 @@ class Scheduler:
             if chunk is not None:  # it was in this step already
                 budget.remaining += chunk.end - chunk.start
         self.lifecycle.preempt(victim, beneficiary)
-        self._num_preemptions += 1
+        self.num_preemptions += 1
 
     def _admit_waiting(self, budget: TokenBudget, chunks: dict[Sequence, Chunk]) -> None:
         """Admit waiting requests in order of arrival, until one does not fit: nobody overtakes it."""

@@ -6,7 +6,7 @@ Numbers 60 to 79.
 from typing import Annotated
 
 from kvwatch.telemetry import metrics
-from kvwatch.telemetry.schema import Event, amount_of, event, identity, sum_of, value, weighted
+from kvwatch.telemetry.schema import Event, amount_of, event, identity, value, weighted
 
 NS = 1e-9
 
@@ -14,7 +14,7 @@ NS = 1e-9
 @event(
     60, "step.scheduled", "A step was put together; its tokens go through the model next.",
     feeds=(
-        metrics.COMPUTED_TOKENS.count(sum_of("num_tokens")),
+        metrics.COMPUTED_TOKENS.count(amount_of("total_tokens")),
         metrics.STEP_TOKENS.observe(amount_of("total_tokens")),
         metrics.BATCH_SIZE.observe(amount_of("num_sequences")),
     ),

@@ -1,5 +1,7 @@
 """A pool that is too small: who waits, who yields, and what is counted as a hit."""
 
+from typing import Any
+
 import pytest
 from builders import NullModel, Recorder, make_core, make_request, run_until_idle
 
@@ -22,7 +24,9 @@ def expected(prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("enable_prefix_cache", [True, False])
-def test_preempted_requests_continue_token_for_token_and_their_hits_are_counted_apart(enable_prefix_cache: bool) -> None:
+def test_preempted_requests_continue_token_for_token_and_their_hits_are_counted_apart(
+    enable_prefix_cache: bool,
+) -> None:
     """vllm#25780: random prompts showed 32 % hits, since preempted requests hit their own blocks again."""
     log = EventLog()
     recorder = Recorder(log)
@@ -89,7 +93,7 @@ def test_the_watermark_keeps_blocks_for_running_requests_but_not_from_an_idle_en
     ("settings", "reason"),
     [({"max_num_seqs": 1}, "sequences"), ({"max_num_seqs": 4, "max_batch_tokens": 4}, "tokens")],
 )
-def test_waiting_requests_say_what_they_wait_for(settings: dict[str, int], reason: str) -> None:
+def test_waiting_requests_say_what_they_wait_for(settings: dict[str, Any], reason: str) -> None:
     log = EventLog()
     recorder = Recorder(log)
     core = make_core(log=log, **settings)
@@ -125,12 +129,12 @@ def test_blocks_are_evicted_only_on_demand_oldest_first_and_the_tail_before_the_
 
 
 def test_a_step_that_fails_ends_its_requests_and_leaves_the_engine_whole() -> None:
-    core = make_core()
+    model = NullModel()
+    core = make_core(model)
 
     def fail(_step: object) -> None:
         raise RuntimeError("made to fail")
 
-    model = core._executor  # type: ignore[attr-defined]
     model.on_step = fail
     core.add(make_request("r", list(range(4, 20))), 0)
 
@@ -147,7 +151,9 @@ def test_a_step_that_fails_ends_its_requests_and_leaves_the_engine_whole() -> No
     ("prompt", "max_tokens", "n", "expected_blocks"),
     [(4, 1, 1, 1), (4, 2, 1, 2), (5, 1, 3, 1 + 3), (8, 9, 2, 2 + 2 * 2), (1, 4, 4, 4)],
 )
-def test_the_worst_case_is_what_a_request_really_holds(prompt: int, max_tokens: int, n: int, expected_blocks: int) -> None:
+def test_the_worst_case_is_what_a_request_really_holds(
+    prompt: int, max_tokens: int, n: int, expected_blocks: int
+) -> None:
     assert worst_case_blocks(prompt, max_tokens, n, 4) == expected_blocks
     log = EventLog()
     recorder = Recorder(log)

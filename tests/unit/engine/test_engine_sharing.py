@@ -76,7 +76,11 @@ def test_a_stopped_leader_leaves_its_part_of_the_prompt_to_the_next_sequence() -
 
 @pytest.mark.parametrize(
     ("num_tokens", "expected_hits"),
-    [(7, 4), (8, 4), (9, 8)],  # O05: a prompt of exactly n blocks loses the last one, since its last token is recomputed
+    [
+        (7, 4),
+        (8, 4),
+        (9, 8),
+    ],  # O05: a prompt of exactly n blocks loses the last one, since its last token is recomputed
 )
 def test_a_repeated_prompt_hits_all_full_blocks_but_never_its_last_token(num_tokens: int, expected_hits: int) -> None:
     """vllm-ascend#7965 reported as a fault what is right: 1024 tokens hit one block less than 1025."""
@@ -113,8 +117,8 @@ def test_an_abort_in_prefill_frees_blocks_at_once() -> None:
 def test_different_salts_and_weights_never_share_blocks() -> None:
     prompt = list(range(4, 24))
     hashes: list[set[bytes]] = []
-    for settings in ({"weights_fingerprint": "a"}, {"weights_fingerprint": "b"}):
-        core = make_core(**settings)
+    for fingerprint in ("a", "b"):
+        core = make_core(weights_fingerprint=fingerprint)
         core.add(make_request("r", prompt), 0)
         run_until_idle(core)
         hashes.append({content for content in core.manager.pool.hashes if content is not None})

@@ -1,0 +1,100 @@
+"""`python -m kvwatch.derive`: write everything that is generated, or with `--check` only compare.
+
+Run from a checkout. Composes what its siblings and the exporters make; nothing imports this module.
+"""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import kvwatch.telemetry.events  # noqa: F401 - fills the registry
+from kvwatch.derive.docs import events_section, metrics_section, replace_section
+from kvwatch.derive.lock import broken_promises, decode_lock, encode_lock, make_lock
+from kvwatch.derive.metrics import metric_specs
+from kvwatch.derive.settings import settings_section
+from kvwatch.errors import KVWatchError, SchemaError
+from kvwatch.exporters.prometheus.sample_page import sample_page
+from kvwatch.telemetry.metrics import CATALOGUE
+from kvwatch.telemetry.schema import REGISTRY
+
+Generate = Callable[[str], str]
+"""Takes what the file says now (empty when it is new) and returns what it should say."""
+
+SETTINGS_OF = "serve"
+
+
+def artefacts() -> dict[str, Generate]:
+    """Return every generated file, by its path in the repository."""
+    return {
+        "kvwatch/telemetry/events.lock.json": _lock,
+        "docs/events.md": lambda page: replace_section(page, "events", events_section(REGISTRY)),
+        "docs/metrics.md": lambda page: replace_section(page, "metrics", metrics_section(metric_specs(REGISTRY))),
+        "docs/configuration.md": _configuration,
+        "tests/golden/exposition.txt": lambda _: sample_page("text").decode(),
+    }
+
+
+def main(argv: Sequence[str] | None = None, root: Path | None = None) -> int:
+    """Write or check; return 1 when `--check` finds a difference and 2 when something cannot be generated.
+
+    Args:
+        argv: Words of the command line; default: the process's.
+        root: The checkout; default: the one that this package was imported from.
+    """
+    parser = argparse.ArgumentParser(prog="python -m kvwatch.derive", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; show what differs and exit 1")
+    args = parser.parse_args(argv)
+    folder = root or Path(__file__).resolve().parents[2]
+    num_stale = 0
+    try:
+        for name, generate in artefacts().items():
+            path = folder / name
+            now = path.read_text(encoding="utf-8") if path.exists() else ""
+            wanted = generate(now)
+            if wanted == now:
+                continue
+            num_stale += 1
+            if args.check:
+                _show(name, now, wanted)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(wanted, encoding="utf-8")
+                sys.stdout.write(f"wrote {name}\n")
+    except KVWatchError as error:
+        sys.stderr.write(f"derive: {error}\n")
+        return 2
+    if args.check and num_stale:
+        sys.stderr.write(f"derive: {num_stale} generated files differ from their declarations; run `make derive`\n")
+    return int(args.check and num_stale > 0)
+
+
+def _lock(now: str) -> str:
+    old = decode_lock(now) if now else None
+    new = make_lock(REGISTRY, CATALOGUE, old)
+    broken = broken_promises(old, new) if old else []
+    if broken:
+        raise SchemaError("declarations break the lock (kvwatch/telemetry/events.lock.json):\n  " + "\n  ".join(broken))
+    return encode_lock(new)
+
+
+def _configuration(page: str) -> str:
+    """Settings are declared by whoever owns them; without that part installed the page stays as it is."""
+    for entry in entry_points(group="kvwatch.commands", name=SETTINGS_OF):
+        try:
+            command = entry.load()
+        except ModuleNotFoundError:
+            break
+        return replace_section(page, SETTINGS_OF, settings_section(command.settings))
+    return page
+
+
+def _show(name: str, now: str, wanted: str) -> None:
+    diff = difflib.unified_diff(now.splitlines(), wanted.splitlines(), name, f"{name} (derived)", lineterm="", n=1)
+    sys.stdout.writelines(f"{line}\n" for line in diff)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

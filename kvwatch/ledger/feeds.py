@@ -1,0 +1,212 @@
+"""Compiles an event's declared feeds into closures that change counters and histograms.
+
+Quantities are added as the integers that the events carry (ns, tokens, blocks) and become base units only when they
+are read: sums stay exact, and an observation that lies on a bucket's bound falls into that bucket.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import product
+from operator import attrgetter
+from typing import Any
+
+from kvwatch.errors import SchemaError
+from kvwatch.telemetry.schema import Amount, Event, EventSpec, Feed, Metric, MetricKind, label_values
+
+Labels = tuple[str, ...]
+FeedFunction = Callable[[Any], None]
+"""Takes one event of the class it was compiled for."""
+
+
+class Family:
+    """All series of one metric. `divisor` turns the integers that are added into the metric's base unit."""
+
+    __slots__ = ("divisor", "metric")
+
+    def __init__(self, metric: Metric, divisor: int) -> None:
+        self.metric = metric
+        self.divisor = divisor
+
+
+class CounterFamily(Family):
+    """Series of a counter."""
+
+    __slots__ = ("cells",)
+
+    def __init__(self, metric: Metric, divisor: int) -> None:
+        super().__init__(metric, divisor)
+        self.cells: defaultdict[Labels, int] = defaultdict(int)
+
+    def touch(self, labels: Labels) -> None:
+        """Let the series exist, at 0 when it is new."""
+        self.cells[labels] += 0
+
+
+class HistogramCell:
+    """One series of a histogram."""
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self, num_bounds: int) -> None:
+        self.counts = [0] * (num_bounds + 1)
+        self.total = 0
+
+
+class HistogramFamily(Family):
+    """Series of a histogram."""
+
+    __slots__ = ("bounds", "cells")
+
+    def __init__(self, metric: Metric, divisor: int) -> None:
+        super().__init__(metric, divisor)
+        self.bounds = [round(bound * divisor) if divisor > 1 else bound for bound in metric.buckets]
+        """Upper bounds in the unit of the observations."""
+        self.cells: dict[Labels, HistogramCell] = {}
+
+    def touch(self, labels: Labels) -> HistogramCell:
+        """Return the series, empty when it is new."""
+        cell = self.cells.get(labels)
+        if cell is None:
+            cell = self.cells[labels] = HistogramCell(len(self.bounds))
+        return cell
+
+
+def divisor_of(amount: Amount) -> int:
+    """Return the integer by which quantities of this amount are divided to get base units.
+
+    Raises:
+        SchemaError: the scale is neither 1 nor one over an integer.
+    """
+    divisor = round(1 / amount.scale)
+    if divisor < 1 or abs(divisor * amount.scale - 1) > 1e-9:
+        raise SchemaError(
+            f"scale {amount.scale} of field {amount.field} must be 1 or one over an integer, such as 1e-9"
+        )
+    return divisor
+
+
+def known_labels(feed: Feed, spec: EventSpec) -> list[Labels]:
+    """Return every combination of labels that is known in advance; empty when one of them is open."""
+    constants = dict(feed.constants)
+    declared = dict(feed.metric.label_values)
+    choices = [
+        (constants[name],) if name in constants else declared.get(name) or label_values(spec, name)
+        for name in feed.metric.labels
+    ]
+    return list(product(*choices))
+
+
+def compile_feed(feed: Feed, family: Family) -> FeedFunction:
+    """Return a function that adds what one event contributes to `family`.
+
+    Raises:
+        SchemaError: the form of the amount does not suit the kind of the metric.
+    """
+    if isinstance(family, CounterFamily):
+        return _counter_feed(feed, family)
+    assert isinstance(family, HistogramFamily)
+    return _histogram_feed(feed, family)
+
+
+def _fixed_labels(feed: Feed) -> Labels | None:
+    """Return the labels when no event can change them."""
+    constants = dict(feed.constants)
+    if any(name not in constants for name in feed.metric.labels):
+        return None
+    return tuple(constants[name] for name in feed.metric.labels)
+
+
+def _labels_getter(feed: Feed) -> Callable[[Event], Labels]:
+    fixed = _fixed_labels(feed)
+    if fixed is not None:
+        return lambda _: fixed
+    names, constants = feed.metric.labels, dict(feed.constants)
+    if not constants and len(names) > 1:
+        return attrgetter(*names)
+    return lambda event: tuple(constants[n] if n in constants else getattr(event, n) for n in names)
+
+
+def _cell_getter(feed: Feed, family: HistogramFamily) -> Callable[[Event], HistogramCell]:
+    fixed = _fixed_labels(feed)
+    if fixed is not None:
+        cell = family.touch(fixed)
+        return lambda _: cell
+    labels = _labels_getter(feed)
+    return lambda event: family.touch(labels(event))
+
+
+def _counter_feed(feed: Feed, family: CounterFamily) -> FeedFunction:
+    cells, labels, form = family.cells, _labels_getter(feed), feed.amount.form
+    if form == "one":
+
+        def add_one(event: Event) -> None:
+            cells[labels(event)] += 1
+
+        return add_one
+    quantity = attrgetter(feed.amount.field)
+    if form == "field":
+
+        def add_field(event: Event) -> None:
+            amount = quantity(event)
+            if amount is not None:
+                cells[labels(event)] += amount
+
+        return add_field
+    measures: dict[str, Callable[[Any], int]] = {"size": len, "sum": sum}
+    measure = measures.get(form)
+    if measure is None:
+        raise SchemaError(f"counter {feed.metric.name} cannot be fed by {form!r}; use one, field, size or sum")
+
+    def add_measure(event: Event) -> None:
+        cells[labels(event)] += measure(quantity(event))
+
+    return add_measure
+
+
+def _histogram_feed(feed: Feed, family: HistogramFamily) -> FeedFunction:
+    bounds, cell_of, form = family.bounds, _cell_getter(feed, family), feed.amount.form
+    if form in {"one", "size", "sum"}:
+        raise SchemaError(f"histogram {feed.metric.name} cannot be fed by {form!r}; use field, each or weighted")
+    quantity = attrgetter(feed.amount.field)
+    if form == "field":
+
+        def observe_field(event: Event) -> None:
+            value = quantity(event)
+            if value is not None:
+                cell = cell_of(event)
+                cell.counts[bisect_left(bounds, value)] += 1
+                cell.total += value
+
+        return observe_field
+    if form == "each":
+
+        def observe_each(event: Event) -> None:
+            cell = cell_of(event)
+            for value in quantity(event):
+                cell.counts[bisect_left(bounds, value)] += 1
+                cell.total += value
+
+        return observe_each
+    weights = attrgetter(feed.amount.weights)
+
+    def observe_weighted(event: Event) -> None:
+        cell = cell_of(event)
+        for value, weight in zip(quantity(event), weights(event), strict=True):
+            cell.counts[bisect_left(bounds, value)] += weight
+            cell.total += value * weight
+
+    return observe_weighted
+
+
+def make_family(metric: Metric, divisor: int) -> CounterFamily | HistogramFamily:
+    """Return an empty family for a metric that events can feed.
+
+    Raises:
+        SchemaError: the metric is a gauge; gauges are read from the ledger's state.
+    """
+    if metric.kind is MetricKind.COUNTER:
+        return CounterFamily(metric, divisor)
+    if metric.kind is MetricKind.HISTOGRAM:
+        return HistogramFamily(metric, divisor)
+    raise SchemaError(f"gauge {metric.name} cannot be fed by an event; read it from the ledger's state")

@@ -1,0 +1,303 @@
+"""Rebuilds an engine's KV state from its events, and holds it to the law after every step.
+
+    capacity (null block left out) = empty + used + cached, in every tier
+
+Owns the pools of all tiers and the states of live requests. Each event class says in its docstring how it changes the
+state. Nothing here raises on an event that contradicts the state: that is a *fault*, reported with the next step.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Literal
+
+from kvwatch.ledger.pool import TierPool
+from kvwatch.telemetry import events as ev
+from kvwatch.telemetry.schema import Event
+from kvwatch.telemetry.snapshot import EngineSnapshot, RequestState, SequenceState
+
+MAX_FAULTS = 8
+"""Faults kept between two steps; one is enough to know, eight to understand."""
+
+CHECKED_TIER = "device"
+"""The tier that the checksums of `StepCompleted` speak of."""
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """What is known of a request that was queued and has not finished."""
+
+    state: Literal["waiting", "running", "swapped"]
+    queued_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine was configured with, as its snapshot says."""
+
+    block_size_tokens: int = 0
+    block_bytes: int = 0
+    watermark_blocks: int = 0
+    max_queued_requests: int = 0
+    max_queued_tokens: int = 0
+
+
+class Ledger:
+    """State of one engine. Observatory thread only.
+
+    `load` a snapshot first; then `apply` every event from `next_seq` on, in order. Before the first `load` there are
+    no pools and events are ignored.
+    """
+
+    def __init__(self) -> None:
+        self.next_seq = 0
+        """Number of the first event that was not applied."""
+        self.step = 0
+        self.time_ns = 0
+        """Monotonic time in ns of the newest event."""
+        self.limits = Limits()
+        self.waiting_for: Mapping[str, int] = {}
+        """Waiting requests by reason, as of the last step."""
+        self.last_step_ns: int | None = None
+        """Monotonic time in ns at which the last step was completed."""
+        self._pools: dict[str, TierPool] = {}
+        self._requests: dict[str, LiveRequest] = {}
+        self._num_running = 0
+        self._faults: list[str] = []
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {}
+
+    # ------------------------------------------------------------ changing
+
+    def load(self, snapshot: EngineSnapshot) -> None:
+        """Replace everything by what a snapshot says. O(blocks)."""
+        sequences = snapshot.sequences
+        # Tables belong to the device tier; other tiers have none.
+        self._pools = {
+            state.tier: TierPool(state, sequences if state.tier == CHECKED_TIER else (), self._fault)
+            for state in snapshot.tiers
+        }
+        self._requests = {r.request: LiveRequest(_state(r.state), r.queued_ns) for r in snapshot.requests}
+        self._num_running = sum(request.state == "running" for request in self._requests.values())
+        self.waiting_for = Counter(r.wait_reason for r in snapshot.requests if r.wait_reason)
+        self.limits = Limits(
+            snapshot.block_size_tokens,
+            snapshot.block_bytes,
+            snapshot.watermark_blocks,
+            snapshot.max_queued_requests,
+            snapshot.max_queued_tokens,
+        )
+        self.next_seq, self.step, self.time_ns = snapshot.seq, snapshot.step, snapshot.time_ns
+        self._faults.clear()
+        self._handlers = self._make_handlers()
+
+    def apply(self, event: Event) -> None:
+        """Apply one event. O(blocks of the event)."""
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+        self.advance(event)
+
+    def advance(self, event: Event) -> None:
+        """Note that everything up to and including `event` has been applied."""
+        self.next_seq = event.seq + 1
+        self.step = event.step
+        self.time_ns = event.time_ns
+
+    def check(self, event: ev.StepCompleted) -> list[str]:
+        """Return what is wrong after a step, as equations with their numbers; empty when all is well. O(1)."""
+        wrong, self._faults = self._faults, []
+        for pool in self._pools.values():
+            if pool.capacity != pool.num_empty + pool.num_used + pool.num_cached:
+                wrong.append(
+                    f"{pool.tier}: capacity {pool.capacity} != empty {pool.num_empty} + used {pool.num_used}"
+                    f" + cached {pool.num_cached}"
+                )
+        pool = self._pools[CHECKED_TIER]
+        mine = (
+            pool.num_used,
+            pool.num_cached,
+            pool.num_empty,
+            pool.num_entries,
+            self._num_running,
+            self.num_waiting,
+        )
+        theirs = (
+            event.num_used_blocks,
+            event.num_cached_blocks,
+            event.num_empty_blocks,
+            event.num_table_entries,
+            event.num_running,
+            event.num_waiting,
+        )
+        if mine != theirs:
+            names = ("used", "cached", "empty", "table entries", "running", "waiting")
+            wrong += [
+                f"{name}: ledger {a} != engine {b}" for name, a, b in zip(names, mine, theirs, strict=True) if a != b
+            ]
+        return wrong
+
+    # ------------------------------------------------------------ reading
+
+    @property
+    def handlers(self) -> Mapping[type[Event], Callable[[Any], None]]:
+        """What changes the state, by event class; replaced by `load`.
+
+        For callers that apply many events: they call the handlers themselves, and `advance` with the last event.
+        """
+        return self._handlers
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a snapshot was loaded."""
+        return bool(self._pools)
+
+    @property
+    def pools(self) -> Mapping[str, TierPool]:
+        """Pools by tier."""
+        return self._pools
+
+    @property
+    def requests(self) -> Mapping[str, LiveRequest]:
+        """Live requests by id, oldest first."""
+        return self._requests
+
+    @property
+    def num_running(self) -> int:
+        """Running requests."""
+        return self._num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run: waiting for their first admission or preempted."""
+        return len(self._requests) - self._num_running
+
+    def pool(self, tier: str) -> TierPool:
+        """Return the pool of a tier.
+
+        Raises:
+            KeyError: the engine has no such tier, or nothing was loaded yet.
+        """
+        return self._pools[tier]
+
+    def to_snapshot(self) -> EngineSnapshot:
+        """Return the state in the form in which an engine tells it; reasons for waiting are not kept by request."""
+        return EngineSnapshot(
+            seq=self.next_seq,
+            step=self.step,
+            time_ns=self.time_ns,
+            block_size_tokens=self.limits.block_size_tokens,
+            block_bytes=self.limits.block_bytes,
+            watermark_blocks=self.limits.watermark_blocks,
+            max_queued_requests=self.limits.max_queued_requests,
+            max_queued_tokens=self.limits.max_queued_tokens,
+            tiers=[pool.to_state() for pool in self._pools.values()],
+            sequences=[
+                SequenceState(request, sequence, table)
+                for pool in self._pools.values()
+                for (request, sequence), table in pool.tables.items()
+            ],
+            requests=[RequestState(name, r.state, r.queued_ns) for name, r in self._requests.items()],
+        )
+
+    def differences(self, snapshot: EngineSnapshot) -> list[str]:
+        """Compare with what the engine says of itself, down to the single block; empty when equal.
+
+        Order of sequences and requests does not count, nor do times, nor what an empty block once held.
+        """
+        mine = self.to_snapshot()
+        found = [
+            f"{name}: ledger {ours} != engine {theirs}"
+            for name, ours, theirs in [
+                ("seq", mine.seq, snapshot.seq),
+                ("tiers", [t.tier for t in mine.tiers], [t.tier for t in snapshot.tiers]),
+                ("tables", _tables(mine), _tables(snapshot)),
+                ("requests", _requests(mine), _requests(snapshot)),
+            ]
+            if ours != theirs
+        ]
+        for ours, theirs in zip(mine.tiers, snapshot.tiers, strict=False):
+            if ours.num_blocks != theirs.num_blocks:
+                found.append(f"{ours.tier}: ledger {ours.num_blocks} blocks != engine {theirs.num_blocks}")
+                continue
+            for block in range(1, ours.num_blocks):
+                a = (ours.ref_counts[block], ours.hashes[block], ours.filled_slots[block])
+                b = (theirs.ref_counts[block], theirs.hashes[block], theirs.filled_slots[block])
+                is_empty = not a[0] and a[1] is None
+                if a[: 2 if is_empty else 3] != b[: 2 if is_empty else 3]:
+                    found.append(f"{ours.tier} block {block}: ledger {a} != engine {b}")
+        return found
+
+    # ------------------------------------------------------------ inside
+
+    def _fault(self, sentence: str) -> None:
+        if len(self._faults) < MAX_FAULTS:
+            self._faults.append(sentence)
+
+    def _make_handlers(self) -> dict[type[Event], Callable[[Any], None]]:
+        pools = self._pools
+
+        def by_tier(change: Callable[[TierPool, Any], None]) -> Callable[[Any], None]:
+            if len(pools) == 1:  # nothing to choose: half the cost of a call is saved
+                return MethodType(change, pools[CHECKED_TIER])
+            return lambda event: change(pools[event.tier], event)
+
+        return {
+            ev.BlocksAllocated: by_tier(TierPool.allocate),
+            ev.BlocksReleased: by_tier(TierPool.release),
+            ev.BlocksStored: by_tier(TierPool.store),
+            ev.BlocksEvicted: by_tier(TierPool.evict),
+            ev.BlocksReused: by_tier(TierPool.reuse),
+            ev.BlocksCopied: by_tier(TierPool.copy),
+            ev.CacheCleared: by_tier(TierPool.clear),
+            ev.SequenceForked: pools[CHECKED_TIER].fork,
+            ev.StepScheduled: self._scheduled,
+            ev.StepCompleted: self._completed,
+            ev.RequestQueued: self._queued,
+            ev.RequestAdmitted: lambda event: self._move(event.request, "running"),
+            ev.RequestResumed: lambda event: self._move(event.request, "running"),
+            ev.RequestPreempted: lambda event: self._move(event.request, "waiting"),
+            ev.RequestFinished: self._finished,
+        }
+
+    def _scheduled(self, event: ev.StepScheduled) -> None:
+        self._pools[CHECKED_TIER].write(event.written_block_ids, event.filled_slots)
+
+    def _completed(self, event: ev.StepCompleted) -> None:
+        self.waiting_for = event.waiting_for
+        self.last_step_ns = event.time_ns
+        self.advance(event)
+
+    def _queued(self, event: ev.RequestQueued) -> None:
+        if event.request in self._requests:
+            self._fault(f"request {event.request} was queued though it is live")
+            return
+        self._requests[event.request] = LiveRequest("waiting", event.queued_ns)
+
+    def _move(self, name: str, state: Literal["waiting", "running"]) -> None:
+        request = self._requests.get(name)
+        if request is None or request.state == state:
+            self._fault(f"request {name} became {state} though it was {request.state if request else 'unknown'}")
+            return
+        request.state = state
+        self._num_running += 1 if state == "running" else -1
+
+    def _finished(self, event: ev.RequestFinished) -> None:
+        request = self._requests.pop(event.request, None)
+        if request is None:
+            self._fault(f"request {event.request} finished though it was not live")
+        elif request.state == "running":
+            self._num_running -= 1
+
+
+def _state(name: str) -> Literal["waiting", "running", "swapped"]:
+    assert name in {"waiting", "running", "swapped"}, name
+    return name  # type: ignore[return-value]
+
+
+def _tables(snapshot: EngineSnapshot) -> dict[tuple[str, int], list[int]]:
+    return {(s.request, s.sequence): s.block_ids for s in snapshot.sequences if s.block_ids}
+
+
+def _requests(snapshot: EngineSnapshot) -> dict[str, tuple[str, int]]:
+    return {r.request: (r.state, r.queued_ns) for r in snapshot.requests}

@@ -1,0 +1,147 @@
+"""Everything known of one engine: ledger, counters and the newest view; and when a view is published.
+
+A view shows the state at the end of a step. Views are at least `view_interval_seconds` apart, except that the end of
+the last running request is shown at once: an idle engine must not look busy until its next step. When an engine falls
+silent in the middle of a step (stuck, or aborted while idle), what its last events said is shown after `QUIET_NS`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+
+from kvwatch.ledger.gauges import gauges
+from kvwatch.ledger.ledger import Ledger
+from kvwatch.ledger.store import MetricStore
+from kvwatch.ledger.view import Sample, View
+from kvwatch.telemetry import metrics
+from kvwatch.telemetry.clock import Clock
+from kvwatch.telemetry.events import StepCompleted
+from kvwatch.telemetry.schema import REGISTRY, Event
+from kvwatch.telemetry.snapshot import EngineSnapshot
+
+QUIET_NS = 250_000_000
+"""An engine that has said nothing for so long, in ns, is not in the middle of anything that ends soon."""
+
+VIOLATION_LOG_NS = 60_000_000_000
+"""At most one violation is logged in this time, in ns; all are counted."""
+
+NS_PER_SECOND = 1_000_000_000
+
+logger = structlog.get_logger(__name__)
+
+
+class Mirror:
+    """Mirror of one engine. Observatory thread only, except `view`, which any thread may read."""
+
+    def __init__(self, clock: Clock, view_interval_seconds: float = 0.1) -> None:
+        self._clock = clock
+        self._interval_ns = round(view_interval_seconds * NS_PER_SECOND)
+        self._store = MetricStore(REGISTRY)
+        self._stall_ns = self._store.counter(metrics.KV_STALL_SECONDS, NS_PER_SECOND).cells
+        self._violations = self._store.counter(metrics.LEDGER_VIOLATIONS).cells
+        self._num_events: Counter[type[Event]] = Counter({spec.cls: 0 for spec in REGISTRY})
+        self._batch: Sequence[Event] = ()
+        """Events of the batch in progress that are not in `_num_events` yet."""
+        self._names = {spec.cls: spec.name for spec in REGISTRY}
+        self._published_ns = self._applied_ns = clock.monotonic_ns()
+        self._logged_ns: int | None = None
+        self._stalled_since_ns: int | None = None
+        self._is_at_step_boundary = True
+        self.ledger = Ledger()
+        self._actions = self._make_actions()
+        self.view = self._make_view()
+        """The newest view."""
+
+    @property
+    def num_violations(self) -> int:
+        """Steps after which ledger and engine disagreed."""
+        return self._violations[()]
+
+    def load(self, snapshot: EngineSnapshot) -> None:
+        """Begin anew from a snapshot, keeping counters, and publish what it says."""
+        self._batch = ()
+        self.ledger.load(snapshot)
+        self._actions = self._make_actions()
+        is_stalled = bool(self.ledger.waiting_for.get("blocks"))
+        self._stalled_since_ns = snapshot.time_ns if is_stalled else None
+        self._is_at_step_boundary = True
+        self.publish()
+
+    def apply(self, events: Sequence[Event]) -> None:
+        """Apply events, which continue where the last ones ended; publish a view when one is due."""
+        if not events:
+            return
+        self._batch = events
+        actions = self._actions
+        for event in events:
+            for action in actions[type(event)]:
+                action(event)
+        self.ledger.advance(events[-1])
+        self._count_events()
+        self._is_at_step_boundary = type(events[-1]) is StepCompleted
+        self._applied_ns = self._clock.monotonic_ns()
+
+    def settle(self) -> None:
+        """Publish what is not shown yet if it will not be overtaken soon. Call when no more events are there."""
+        if self.ledger.next_seq == self.view.seq + 1:
+            return
+        now = self._clock.monotonic_ns()
+        is_due = self._is_at_step_boundary and now - self._published_ns >= self._interval_ns
+        if is_due or not self.ledger.requests or now - self._applied_ns >= QUIET_NS:
+            self.publish()
+
+    def publish(self) -> None:
+        """Publish a view of the state as it is now."""
+        self.view = self._make_view()
+        self._published_ns = self._clock.monotonic_ns()
+
+    def _make_actions(self) -> dict[type[Event], tuple[Callable[[Any], None], ...]]:
+        """Return, for each event class, what is to be called with an event: state first, then counters."""
+        actions: dict[type[Event], tuple[Callable[[Any], None], ...]] = {}
+        for cls, feeds in self._store.feeds.items():
+            handler = self.ledger.handlers.get(cls)
+            last = (self._complete,) if cls is StepCompleted else ()
+            actions[cls] = ((handler,) if handler else ()) + feeds + last
+        return actions
+
+    def _complete(self, event: StepCompleted) -> None:
+        wrong = self.ledger.check(event)
+        if wrong:
+            self._violations[()] += 1
+            self._report(event, wrong)
+        if self._stalled_since_ns is not None:
+            self._stall_ns[()] += event.time_ns - self._stalled_since_ns
+        self._stalled_since_ns = event.time_ns if event.waiting_for.get("blocks") else None
+        is_idle = not self.ledger.num_running
+        if is_idle or self._clock.monotonic_ns() - self._published_ns >= self._interval_ns:
+            self.publish()
+
+    def _count_events(self) -> None:
+        """Count what was applied of the batch: all of it, or up to the step that is being shown."""
+        if self._batch:
+            num_applied = self.ledger.next_seq - self._batch[0].seq
+            self._num_events.update(map(type, self._batch[:num_applied]))
+            self._batch = self._batch[num_applied:]
+
+    def _report(self, event: StepCompleted, wrong: list[str]) -> None:
+        now = self._clock.monotonic_ns()
+        if self._logged_ns is None or now - self._logged_ns >= VIOLATION_LOG_NS:
+            self._logged_ns = now
+            logger.error("ledger violation", step=event.step, seq=event.seq, equations=wrong)
+
+    def _make_view(self) -> View:
+        ledger, clock = self.ledger, self._clock
+        self._count_events()
+        seen = [
+            Sample(metrics.TELEMETRY_EVENTS, (self._names[cls],), number) for cls, number in self._num_events.items()
+        ]
+        return View(
+            seq=ledger.next_seq - 1,
+            step=ledger.step,
+            time_ns=ledger.time_ns,
+            gauges=tuple(gauges(ledger, clock.wall_ns() - clock.monotonic_ns())),
+            counters=(*self._store.counters(), *seen),
+            histograms=tuple(self._store.histograms()),
+        )

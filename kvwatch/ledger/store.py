@@ -1,0 +1,84 @@
+"""Counters and histograms of one engine, fed generically by the events' declarations.
+
+Knows nothing of any single event or metric: a new feed in `kvwatch.telemetry.events` is counted here without a change.
+"""
+
+from kvwatch.errors import SchemaError
+from kvwatch.ledger.feeds import (
+    CounterFamily,
+    FeedFunction,
+    HistogramFamily,
+    compile_feed,
+    divisor_of,
+    known_labels,
+    make_family,
+)
+from kvwatch.ledger.view import HistogramSample, Sample
+from kvwatch.telemetry.schema import Event, EventSpec, Metric, Registry
+
+
+class MetricStore:
+    """Values of every counter and histogram that events feed. Observatory thread only.
+
+    Series whose labels are known in advance exist from the beginning at 0: a counter that appears only with its first
+    increment would hide that increment from `rate()`.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._families: dict[Metric, CounterFamily | HistogramFamily] = {}
+        self.feeds: dict[type[Event], tuple[FeedFunction, ...]] = {
+            spec.cls: tuple(self._compile(spec)) for spec in registry
+        }
+        """For each event class: functions to be called with every event of that class."""
+
+    def feed(self, event: Event) -> None:
+        """Count one event."""
+        for feed in self.feeds[type(event)]:
+            feed(event)
+
+    def counter(self, metric: Metric, divisor: int = 1) -> CounterFamily:
+        """Return a counter that the caller feeds itself, in integers of 1/`divisor` of the metric's unit."""
+        family = self._family(metric, divisor)
+        assert isinstance(family, CounterFamily)
+        if not metric.labels:
+            family.touch(())
+        return family
+
+    def counters(self) -> list[Sample]:
+        """Return all counters as they are now."""
+        return [
+            Sample(family.metric, labels, _in_base_unit(amount, family.divisor))
+            for family in self._families.values()
+            if isinstance(family, CounterFamily)
+            for labels, amount in family.cells.items()
+        ]
+
+    def histograms(self) -> list[HistogramSample]:
+        """Return all histograms as they are now."""
+        return [
+            HistogramSample(family.metric, labels, tuple(cell.counts), _in_base_unit(cell.total, family.divisor))
+            for family in self._families.values()
+            if isinstance(family, HistogramFamily)
+            for labels, cell in family.cells.items()
+        ]
+
+    def _compile(self, spec: EventSpec) -> list[FeedFunction]:
+        functions = []
+        for feed in spec.feeds:
+            family = self._family(feed.metric, divisor_of(feed.amount))
+            for labels in known_labels(feed, spec):
+                family.touch(labels)
+            functions.append(compile_feed(feed, family))
+        return functions
+
+    def _family(self, metric: Metric, divisor: int) -> CounterFamily | HistogramFamily:
+        family = self._families.get(metric)
+        if family is None:
+            family = self._families[metric] = make_family(metric, divisor)
+        elif family.divisor != divisor:
+            raise SchemaError(f"{metric.name} is fed with scales 1/{family.divisor} and 1/{divisor}; use one")
+        return family
+
+
+def _in_base_unit(amount: int, divisor: int) -> float:
+    return amount / divisor if divisor != 1 else amount

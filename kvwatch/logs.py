@@ -1,0 +1,104 @@
+"""Structured logs: one configuration for kvwatch, the engine and the libraries below them.
+
+Lines are JSON or made for a console. Whatever is bound with `bind_request` (the request's id) is on every line that
+the same task or thread logs. Lines of the standard library's logging, which uvicorn uses, take the same way out.
+
+What people said to the model stays out of the logs: fields that could hold it are replaced unless `log_prompts` asks
+for them.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any, Literal, TextIO
+
+import structlog
+from structlog.typing import Processor, WrappedLogger
+
+from kvwatch.errors import ConfigError
+
+LogFormat = Literal["console", "json"]
+
+LEVELS = ("debug", "info", "warning", "error")
+
+PROMPT_FIELDS = frozenset({"prompt", "messages", "text", "content", "completion", "token_ids", "prompt_token_ids"})
+"""Fields that may hold what users wrote or read."""
+
+REDACTED = "[not logged; see --log-prompts]"
+
+
+def configure_logs(
+    log_format: LogFormat = "console", level: str = "info", *, log_prompts: bool = False, stream: TextIO | None = None
+) -> None:
+    """Send all logs of the process to `stream` (default: stderr). May be called again to change the configuration.
+
+    Raises:
+        ConfigError: the level or the format is unknown.
+    """
+    if level.lower() not in LEVELS:
+        raise ConfigError(f"log level {level!r} is unknown; choose one of {', '.join(LEVELS)}")
+    if log_format not in {"console", "json"}:
+        raise ConfigError(f"log format {log_format!r} is unknown; choose console or json")
+    out = stream or sys.stderr
+    shared = _shared_processors(log_prompts=log_prompts)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+    renderer: Processor = (
+        structlog.processors.JSONRenderer()
+        if log_format == "json"
+        else structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback)
+    )
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_tail(log_format), renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    # Anything less than a warning from HTTP servers and clients is about every single request.
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access", "httpx", "httpcore"):
+        library = logging.getLogger(name)
+        library.handlers.clear()
+        library.propagate = True
+        library.setLevel("WARNING")
+
+
+@contextmanager
+def bind_request(request_id: str) -> Iterator[None]:
+    """Put `request_id` on every line logged inside, by this thread or task and by tasks that it starts."""
+    with structlog.contextvars.bound_contextvars(request_id=request_id):
+        yield
+
+
+def _shared_processors(*, log_prompts: bool) -> list[Processor]:
+    processors: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.PositionalArgumentsFormatter(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    return processors if log_prompts else [*processors, _redact]
+
+
+def _tail(log_format: LogFormat) -> list[Processor]:
+    # The console renderer prints tracebacks itself, JSON needs them as text.
+    return [structlog.processors.format_exc_info] if log_format == "json" else []
+
+
+def _redact(_: WrappedLogger, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    for name in PROMPT_FIELDS & event.keys():
+        event[name] = REDACTED
+    return event

@@ -1,0 +1,269 @@
+"""When a view is published, and what it says."""
+
+import pytest
+import structlog
+from naive_engine import ManualClock, NaiveEngine
+
+from kvwatch.ledger.mirror import Mirror
+from kvwatch.telemetry import metrics as m
+from kvwatch.telemetry.log import Cursor, EventLog
+
+
+class Stage:
+    """A naive engine, a mirror of it, and the log between them."""
+
+    def __init__(self, view_interval_seconds: float = 0.0, num_blocks: int = 13) -> None:
+        self.clock = ManualClock()
+        self.log = EventLog(4096, self.clock)
+        self.engine = NaiveEngine(self.log, num_blocks)
+        self.cursor: Cursor = self.log.subscribe("test")
+        self.mirror = Mirror(self.clock, view_interval_seconds)
+        self.mirror.load(self.engine.snapshot())
+
+    def follow(self) -> None:
+        self.mirror.apply(self.cursor.read(10_000))
+
+    def step(self, seconds: float = 0.01) -> None:
+        """One step of the engine that takes `seconds`."""
+        self.engine.step_number += 1
+        self.log.begin(self.engine.step_number)
+        self.engine.write()
+        self.clock.advance(seconds)
+        self.log.begin(self.engine.step_number)
+        self.engine.complete()
+        self.follow()
+
+
+def test_every_view_obeys_the_law_and_counts_what_the_engine_has() -> None:
+    stage = Stage()
+    engine = stage.engine
+    engine.admit(engine.queue(), 2)
+    engine.fork("r1")
+    engine.queue()
+    engine.waiting_for = {"sequences": 1}
+
+    stage.step()
+
+    view = stage.mirror.view
+    assert view.value(m.KV_BLOCK_CAPACITY, "device") == 12
+    assert view.value(m.KV_BLOCKS, "device", "0", "used") == 2
+    assert view.value(m.KV_BLOCKS, "device", "0", "cached") == 0
+    assert view.value(m.KV_BLOCKS, "device", "", "empty") == 10
+    assert view.value(m.KV_FREE_BLOCKS, "device") == 10
+    assert view.value(m.KV_USAGE_RATIO, "device") == pytest.approx(2 / 12)
+    assert view.value(m.KV_TOKEN_CAPACITY, "device", "0") == 48
+    assert view.value(m.KV_HELD_SLOTS, "device", "0") == 8
+    assert view.value(m.KV_SHARED_BLOCKS, "device", "0") == 2
+    assert view.value(m.KV_SHARING_SAVED_BLOCKS, "device", "0") == 2
+    assert view.value(m.KV_WATERMARK_BLOCKS, "device") == 1
+    assert view.value(m.REQUESTS, "running") == 1
+    assert view.value(m.REQUESTS, "waiting") == 1
+    assert view.value(m.WAITING_REQUESTS, "sequences") == 1
+    assert view.value(m.WAITING_REQUESTS, "blocks") == 0
+    assert view.value(m.QUEUE_LIMIT, "requests") == 8
+    assert view.value(m.LEDGER_VIOLATIONS) == 0
+
+
+def test_waste_is_the_part_of_held_slots_without_tokens() -> None:
+    stage = Stage()
+    stage.engine.admit(stage.engine.queue(), 1)
+
+    stage.step()
+
+    assert stage.mirror.view.value(m.KV_FILLED_SLOTS, "device", "0") == 1
+    assert stage.mirror.view.value(m.KV_WASTE_RATIO, "device", "0") == 0.75
+
+
+def test_before_the_first_snapshot_gauges_are_absent_and_counters_are_zero() -> None:
+    view = Mirror(ManualClock()).view
+
+    assert view.gauges == ()
+    assert view.value(m.KV_BLOCK_CAPACITY, "device") is None
+    assert view.value(m.GENERATED_TOKENS) == 0
+    assert view.histogram(m.QUEUE_SECONDS) is not None
+    assert view.histogram(m.PREEMPTION_AWAY, "no such mode") is None
+
+
+def test_a_busy_engine_is_shown_at_most_once_in_the_interval_and_always_at_the_end_of_a_step() -> None:
+    stage = Stage(view_interval_seconds=0.1)
+    stage.engine.admit(stage.engine.queue(), 1)
+    seen = set()
+    for _ in range(30):
+        stage.step(0.01)
+        seen.add(stage.mirror.view.seq)
+
+    ends = {stage.mirror.ledger.next_seq - 1 - 2 * back for back in range(40)}
+    assert 3 <= len(seen) <= 4
+    assert stage.mirror.view.seq in ends
+
+
+def test_the_end_of_the_last_running_request_is_shown_at_once() -> None:
+    """vllm#29928, sglang#26495: gauges frozen at their last busy values make routers avoid an idle engine."""
+    stage = Stage(view_interval_seconds=3600)
+    stage.engine.admit(stage.engine.queue(), 2)
+    stage.step()
+    stage.mirror.publish()
+    assert stage.mirror.view.value(m.REQUESTS, "running") == 1
+    stage.engine.finish("r1")
+
+    stage.step()
+
+    assert stage.mirror.view.value(m.REQUESTS, "running") == 0
+    assert stage.mirror.view.value(m.KV_BLOCKS, "device", "0", "used") == 0
+
+
+def test_a_request_that_ends_while_no_step_runs_is_shown_when_the_log_is_drained() -> None:
+    stage = Stage(view_interval_seconds=3600)
+    stage.engine.admit(stage.engine.queue(), 2)
+    stage.step()
+    stage.mirror.publish()
+    stage.engine.finish("r1", "abort")
+    stage.follow()
+
+    stage.mirror.settle()
+
+    assert stage.mirror.view.value(m.KV_BLOCKS, "device", "0", "used") == 0
+    assert stage.mirror.view.value(m.REQUESTS_FINISHED, "abort") == 1
+
+
+def test_an_engine_that_is_stuck_in_a_step_is_shown_after_a_moment_of_silence() -> None:
+    """vllm#45414: nothing runs, requests wait, and nobody can see it."""
+    stage = Stage(view_interval_seconds=0)
+    stage.engine.queue()
+    stage.follow()
+    stage.mirror.settle()
+    assert stage.mirror.view.value(m.REQUESTS, "waiting") == 0
+
+    stage.clock.advance(0.3)
+    stage.mirror.settle()
+
+    assert stage.mirror.view.value(m.REQUESTS, "waiting") == 1
+
+
+def test_a_step_whose_view_was_held_back_is_shown_once_the_interval_is_over() -> None:
+    stage = Stage(view_interval_seconds=0.1)
+    stage.engine.admit(stage.engine.queue(), 1)
+    stage.step(0.01)
+    stage.mirror.settle()
+    assert stage.mirror.view.value(m.REQUESTS, "running") == 0
+
+    stage.clock.advance(0.1)
+    stage.mirror.settle()
+
+    assert stage.mirror.view.value(m.REQUESTS, "running") == 1
+
+
+def test_nothing_new_publishes_no_new_view() -> None:
+    stage = Stage()
+    view = stage.mirror.view
+    stage.clock.advance(10)
+
+    stage.mirror.apply([])
+    stage.mirror.settle()
+
+    assert stage.mirror.view is view
+
+
+def test_a_published_view_never_changes() -> None:
+    stage = Stage()
+    stage.engine.admit(stage.engine.queue(), 1)
+    stage.step()
+    view = stage.mirror.view
+    histogram = view.histogram(m.STEP_DURATION, "forward")
+    before = (view.seq, view.gauges, view.counters, histogram)
+
+    stage.step()
+
+    assert (view.seq, view.gauges, view.counters, view.histogram(m.STEP_DURATION, "forward")) == before
+    assert stage.mirror.view.seq > view.seq
+    with pytest.raises(AttributeError):
+        view.seq = 5  # type: ignore[misc]
+
+
+def test_time_during_which_a_request_waited_for_blocks_is_counted_from_step_to_step() -> None:
+    stage = Stage()
+    stage.engine.admit(stage.engine.queue(), 1)
+    stage.step(1.0)
+    stage.engine.waiting_for = {"blocks": 1}
+    stage.step(1.0)
+    stage.step(0.5)
+    stage.engine.waiting_for = {"tokens": 1}
+    stage.step(0.25)
+    stage.step(1.0)
+
+    assert stage.mirror.view.value(m.KV_STALL_SECONDS) == 0.75
+
+
+def test_a_stall_that_lasts_over_a_snapshot_is_counted_from_the_snapshot_on() -> None:
+    stage = Stage()
+    stage.engine.queue()
+    stage.engine.waiting_for = {"blocks": 1}
+    stage.follow()
+    stage.log.begin(9)
+    stage.mirror.load(stage.engine.snapshot())
+
+    stage.step(2.0)
+
+    assert stage.mirror.view.value(m.KV_STALL_SECONDS) == 2.0
+
+
+def test_times_are_shown_as_unix_timestamps_and_the_longest_wait_is_that_of_the_first_in_line() -> None:
+    stage = Stage()
+    assert stage.mirror.view.value(m.LAST_STEP_TIMESTAMP) is None
+    assert stage.mirror.view.value(m.OLDEST_WAITING_TIMESTAMP) is None
+    stage.log.begin(1)
+    stage.engine.queue()
+    stage.clock.advance(3.0)
+    stage.log.begin(2)
+    stage.engine.queue()
+    first_ns = stage.engine.waiting["r1"]
+
+    stage.step()
+
+    view = stage.mirror.view
+    offset = stage.clock.wall_ns() - stage.clock.monotonic_ns()
+    assert view.value(m.OLDEST_WAITING_TIMESTAMP) == (first_ns + offset) / 1e9
+    assert view.value(m.LAST_STEP_TIMESTAMP) == view.value(m.LEDGER_UPDATE_TIMESTAMP)
+    assert view.value(m.LAST_STEP_TIMESTAMP) == stage.clock.wall_ns() / 1e9
+
+
+def test_a_violation_is_counted_each_time_logged_with_its_equation_once_a_minute_and_stops_nothing() -> None:
+    stage = Stage()
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            stage.engine.complete(num_used_blocks=1)
+            stage.follow()
+        stage.clock.advance(61)
+        stage.engine.complete(num_used_blocks=1)
+        stage.follow()
+
+    assert stage.mirror.num_violations == 4
+    assert stage.mirror.view.value(m.LEDGER_VIOLATIONS) == 4
+    assert [entry["equations"] for entry in logs] == [["used: ledger 0 != engine 1"]] * 2
+
+
+def test_every_applied_event_is_counted_by_its_name() -> None:
+    stage = Stage()
+    stage.engine.admit(stage.engine.queue(), 1)
+    stage.step()
+
+    view = stage.mirror.view
+    assert view.value(m.TELEMETRY_EVENTS, "request.queued") == 1
+    assert view.value(m.TELEMETRY_EVENTS, "step.completed") == 1
+    assert view.value(m.TELEMETRY_EVENTS, "block.evicted") == 0
+
+
+def test_hits_after_a_preemption_are_counted_apart() -> None:
+    """vllm#25780: preempted requests that hit their own blocks looked like a hit rate of 32 % on random data."""
+    stage = Stage()
+    engine = stage.engine
+    engine.admit(engine.queue(), 1)
+    engine.write(4)
+    engine.preempt("r1")
+    engine.admit("r1", 1, is_resumed=True)
+
+    stage.step()
+
+    assert stage.mirror.view.value(m.PREFIX_CACHE_HIT_TOKENS, "device") == 0
+    assert stage.mirror.view.value(m.PREFIX_CACHE_RESUMED_HIT_TOKENS) == 4
+    assert stage.mirror.view.value(m.PREFIX_CACHE_QUERIED_TOKENS) == 8

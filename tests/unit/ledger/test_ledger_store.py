@@ -1,0 +1,190 @@
+"""Counters and histograms, fed by declarations alone."""
+
+from typing import Annotated, Literal
+
+import pytest
+
+from kvwatch.errors import SchemaError
+from kvwatch.ledger.store import MetricStore
+from kvwatch.telemetry import events as ev
+from kvwatch.telemetry import metrics
+from kvwatch.telemetry.schema import (
+    REGISTRY,
+    Amount,
+    Event,
+    EventSpec,
+    Feed,
+    FieldSpec,
+    Metric,
+    MetricKind,
+    Registry,
+    amount_of,
+    each_of,
+    label,
+    one,
+    size_of,
+    sum_of,
+    value,
+    weighted,
+)
+
+COUNTER = Metric(MetricKind.COUNTER, "things", "Things.", "1", ("color",))
+SECONDS = Metric(MetricKind.HISTOGRAM, "wait_seconds", "Wait.", "seconds", buckets=(0.1, 0.3, 1.0))
+
+
+class Happened(Event):
+    color: Literal["red", "green"]
+    waits_ns: list[int]
+    weights: list[int]
+    wait_ns: int | None = None
+
+
+FIELDS: dict[str, tuple[FieldSpec, object]] = {
+    "color": (label(1, "Color."), Literal["red", "green"]),
+    "waits_ns": (value(2, "Waits.", "ns"), list[int]),
+    "weights": (value(3, "Weights.", "1"), list[int]),
+    "wait_ns": (value(4, "Wait.", "ns"), int | None),
+}
+
+
+def make_store(*feeds: Feed) -> MetricStore:
+    registry = Registry()
+    fields = {name: spec for name, (spec, _) in FIELDS.items()}
+    types = {name: hint for name, (_, hint) in FIELDS.items()}
+    registry.add(EventSpec(1, "test.happened", "It happened.", Happened, fields, types, feeds))
+    return MetricStore(registry)
+
+
+def happened(*waits_ns: int, weights: tuple[int, ...] = (), wait_ns: int | None = None) -> Happened:
+    return Happened(color="red", waits_ns=list(waits_ns), weights=list(weights), wait_ns=wait_ns)
+
+
+def counts(store: MetricStore) -> dict[tuple[str, ...], float]:
+    return {sample.labels: sample.value for sample in store.counters()}
+
+
+def test_series_whose_labels_are_known_in_advance_begin_at_zero() -> None:
+    store = make_store(COUNTER.count())
+
+    assert counts(store) == {("red",): 0, ("green",): 0}
+
+
+@pytest.mark.parametrize(
+    ("amount", "expected"), [(one(), 1), (size_of("waits_ns"), 3), (sum_of("weights"), 9), (amount_of("wait_ns"), 7)]
+)
+def test_a_counter_adds_what_its_declaration_says(amount: Amount, expected: int) -> None:
+    store = make_store(COUNTER.count(amount))
+
+    store.feed(happened(1, 2, 3, weights=(4, 5, 0), wait_ns=7))
+
+    assert counts(store) == {("red",): expected, ("green",): 0}
+
+
+def test_a_constant_label_needs_no_field() -> None:
+    store = make_store(COUNTER.count(color="blue"))
+
+    store.feed(happened())
+
+    assert counts(store) == {("blue",): 1}
+
+
+def test_an_observation_on_a_bound_falls_into_its_bucket_although_it_is_measured_in_ns() -> None:
+    store = make_store(SECONDS.observe(each_of("waits_ns", 1e-9)))
+
+    store.feed(happened(100_000_000, 300_000_000, 300_000_001, 1_000_000_000, 1_000_000_001))
+
+    (histogram,) = store.histograms()
+    assert histogram.counts == (1, 1, 2, 1)
+    assert histogram.count == 5
+
+
+def test_sums_are_exact_however_many_observations() -> None:
+    store = make_store(SECONDS.observe(amount_of("wait_ns", 1e-9)))
+
+    for _ in range(1000):
+        store.feed(happened(wait_ns=100_000_000))
+
+    assert store.histograms()[0].sum == 100.0  # ten times 0.1 alone is not 1.0 in floating point
+
+
+def test_what_was_never_measured_is_observed_nowhere() -> None:
+    """vllm#49135: requests that end before a milestone must not yield latencies as long as the host is up."""
+    store = make_store(SECONDS.observe(amount_of("wait_ns", 1e-9)), COUNTER.count(amount_of("wait_ns")))
+
+    store.feed(happened(wait_ns=None))
+
+    assert store.histograms()[0].count == 0
+    assert counts(store)[("red",)] == 0
+
+
+def test_a_weight_observes_as_often_as_it_says() -> None:
+    store = make_store(SECONDS.observe(weighted("waits_ns", "weights", 1e-9)))
+
+    store.feed(happened(50_000_000, 2_000_000_000, weights=(10, 3)))
+
+    (histogram,) = store.histograms()
+    assert histogram.counts == (10, 0, 0, 3)
+    assert histogram.sum == 6.5
+
+
+@pytest.mark.parametrize(
+    "feed",
+    [
+        COUNTER.count(each_of("waits_ns")),
+        SECONDS.observe(one()),
+        SECONDS.observe(size_of("waits_ns")),
+        COUNTER.count(amount_of("wait_ns", 0.3)),
+        Feed(Metric(MetricKind.GAUGE, "level", "Level.", "1"), one()),
+    ],
+)
+def test_a_feed_that_does_not_suit_its_metric_is_refused(feed: Feed) -> None:
+    with pytest.raises(SchemaError, match=r"use |must be|read it from"):
+        make_store(feed)
+
+
+def test_two_feeds_of_one_metric_must_agree_on_the_unit() -> None:
+    with pytest.raises(SchemaError, match="wait_seconds is fed with scales"):
+        make_store(SECONDS.observe(amount_of("wait_ns", 1e-9)), SECONDS.observe(amount_of("wait_ns", 1e-3)))
+
+
+def test_an_event_may_only_give_labels_that_it_declares_as_such() -> None:
+    registry = Registry()
+    hint = Annotated[int, value(1, "Not a label.", "1")]
+    spec = EventSpec(
+        1, "test.bad", "Bad.", Happened, {"color": value(1, "x", "1")}, {"color": hint}, (COUNTER.count(),)
+    )
+
+    with pytest.raises(SchemaError, match="whose label color is no label field"):
+        registry.add(spec)
+
+
+def test_every_declared_feed_compiles_and_every_event_class_has_an_entry() -> None:
+    store = MetricStore(REGISTRY)
+
+    assert set(store.feeds) == {spec.cls for spec in REGISTRY}
+
+
+def test_an_aborted_request_is_counted_once_and_adds_no_phantom_latency() -> None:
+    """vllm#55634, #31503: aborts were missing from the counter, or added samples of steps that never were."""
+    store = MetricStore(REGISTRY)
+
+    store.feed(
+        ev.RequestFinished(
+            request="r",
+            reason="abort",
+            prompt_tokens=5,
+            generated_tokens=0,
+            cached_tokens=0,
+            num_preemptions=0,
+            peak_blocks=None,
+            queue_ns=None,
+            prefill_ns=None,
+            decode_ns=None,
+            end_to_end_ns=None,
+        )
+    )
+
+    finished = {s.labels: s.value for s in store.counters() if s.metric is metrics.REQUESTS_FINISHED}
+    observed = {h.metric.name: h.count for h in store.histograms() if h.count}
+    assert finished == {("stop",): 0, ("length",): 0, ("abort",): 1, ("error",): 0}
+    assert observed == {"request_prompt_tokens": 1, "request_generated_tokens": 1}
