@@ -1,0 +1,33 @@
+"""The OpenAI-compatible server: HTTP in, tokens to the engine, text out.
+
+    app.py            routes and middleware: `create_app`
+    settings.py       limits and time-outs
+    protocol/         the bodies of requests and responses, as they are on the wire
+    bodies.py         reading a body under a limit, decoding it
+    refusals.py       parameters that are not implemented and would change the answer
+    sampling.py       a request's fields -> `SamplingParams`, validated
+    chat_template.py  messages -> the model's prompt text
+    tokenizer.py      text <-> token ids, bytes of a token
+    prompts.py        templates and tokenisation off the event loop, lengths checked first
+    detokenizer.py    token by token to text, characters never broken
+    stop_strings.py   stop strings across token and stream borders
+    choice.py         one sequence: text, log-probabilities, why it ended
+    dispatcher.py     outputs from the engine's thread to the event loop
+    generation.py     one HTTP request in the engine, from submit to the last token or the hang-up
+    endpoint.py       the way of a request through all of these
+    streaming.py      server-sent events
+    chat.py, completions.py   the two shapes of the API
+    models.py, health.py      the small routes
+    drain.py          refusing new work while running requests finish
+    errors.py         every error in OpenAI's shape
+    request_log.py    request ids and one log line for each request
+
+It sees the engine through `EngineClient` only and knows neither tensors nor blocks.
+"""
+
+from kvwatch_engine.server.app import create_app
+from kvwatch_engine.server.dispatcher import OutputDispatcher
+from kvwatch_engine.server.drain import Drain
+from kvwatch_engine.server.settings import ServerSettings
+
+__all__ = ["create_app", "OutputDispatcher", "Drain", "ServerSettings"]

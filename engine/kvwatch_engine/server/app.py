@@ -1,0 +1,99 @@
+"""The application: its routes, its middleware, and what they share."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid
+from kvwatch_engine.contracts.model import ModelInfo
+from kvwatch_engine.contracts.request import EngineClient
+from kvwatch_engine.server.chat import ChatPlanner
+from kvwatch_engine.server.completions import CompletionPlanner
+from kvwatch_engine.server.dispatcher import OutputDispatcher
+from kvwatch_engine.server.drain import Drain
+from kvwatch_engine.server.endpoint import GenerationEndpoint
+from kvwatch_engine.server.errors import ApiError, on_api_error, on_http_exception, on_invalid, on_overload
+from kvwatch_engine.server.generation import Generations
+from kvwatch_engine.server.health import health_routes
+from kvwatch_engine.server.models import model_routes
+from kvwatch_engine.server.prompts import PromptEncoder
+from kvwatch_engine.server.request_log import RequestLog
+from kvwatch_engine.server.settings import ServerSettings
+from kvwatch_engine.server.tokenizer import Tokenizer
+
+
+def create_app(
+    engine: EngineClient,
+    dispatcher: OutputDispatcher,
+    model: ModelInfo,
+    settings: ServerSettings,
+    metrics_app: ASGIApp | None = None,
+) -> Starlette:
+    """Return the OpenAI-compatible application. Loads the model's tokenizer, which takes a second or so.
+
+    `app.state.drain` is the `Drain` with which the composition root stops it.
+
+    Args:
+        engine: runs the requests.
+        dispatcher: the listener that was given to the engine.
+        model: what is served.
+        settings: limits and time-outs.
+        metrics_app: answers `/metrics`.
+
+    Raises:
+        ModelError: the model's tokenizer cannot be loaded.
+    """
+    tokenizer = Tokenizer.load(model.folder)
+    prompts = PromptEncoder(tokenizer, settings, lambda: engine.max_model_len)
+    drain = Drain(max(1, round(settings.drain_seconds)))
+    generations = Generations(engine, dispatcher, model, tokenizer, settings)
+    chat = ChatPlanner(engine, model, tokenizer, prompts, settings)
+    completions = CompletionPlanner(engine, model, tokenizer, prompts, settings)
+    routes: list[BaseRoute] = [
+        _post("/v1/chat/completions", GenerationEndpoint(chat, generations, drain, settings)),
+        _post("/v1/completions", GenerationEndpoint(completions, generations, drain, settings)),
+        *model_routes(engine, model),
+        *health_routes(engine, drain),
+    ]
+    if metrics_app is not None:
+        routes.append(Route("/metrics", _Application(metrics_app), methods=["GET"]))
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        yield
+        prompts.close()
+
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(RequestLog)],
+        exception_handlers={
+            ApiError: on_api_error,
+            RequestInvalid: on_invalid,
+            EngineOverloaded: on_overload,
+            HTTPException: on_http_exception,
+        },
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False  # a redirect is not in OpenAI's shape
+    app.state.drain = drain
+    return app
+
+
+def _post(path: str, endpoint: GenerationEndpoint) -> Route:
+    return Route(path, endpoint, methods=["POST"])
+
+
+class _Application:
+    """An ASGI application as a route takes it: a plain function would be taken for one from request to response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on."""
+        await self._app(scope, receive, send)

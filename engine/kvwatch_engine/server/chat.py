@@ -1,0 +1,114 @@
+"""`/v1/chat/completions`: from its body to a plan, and from generated text to its shape."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from kvwatch_engine.server.bodies import decode_body
+from kvwatch_engine.server.choice import ChoiceDelta
+from kvwatch_engine.server.generation import Job
+from kvwatch_engine.server.logprobs import BytesOf, chat_logprobs
+from kvwatch_engine.server.planning import Planner
+from kvwatch_engine.server.protocol.chat import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatRequest,
+    ChunkChoice,
+    Delta,
+    Message,
+)
+from kvwatch_engine.server.protocol.reply import Usage
+from kvwatch_engine.server.refusals import plain_messages, refuse_unsupported, template_variables
+from kvwatch_engine.server.sampling import check_prompt_length, sampling_params, stop_strings, too_long
+from kvwatch_engine.server.shapes import Head, Plan
+
+
+class ChatPlanner(Planner):
+    """Plans chat completions."""
+
+    async def plan(self, body: bytes) -> Plan:
+        """Check a body and return what to do; see `Planner.plan`."""
+        request = decode_body(body, ChatRequest)
+        self.check_model(request.model)
+        refuse_unsupported(request)
+        head = self.head(request, "chatcmpl")
+        stops = stop_strings(request, self.settings)
+        # Checked with the shortest prompt before the real one is tokenised: a bad value costs nothing.
+        sampling_params(request, 1, self.bounds())
+        self._check_number(request.messages)
+        text, prompt = await self.prompts.encode_chat(plain_messages(request), template_variables(request))
+        self.log_prompt(text)
+        check_prompt_length(len(prompt), self.max_model_len, "messages")
+        sampling = sampling_params(request, len(prompt), self.bounds())
+        job = Job(id=head.id, prompts=(prompt,), sampling=sampling, stops=stops, cache_salt=self.salt(request))
+        bytes_of = self.tokenizer.token_bytes if sampling.logprobs is not None else None
+        return Plan(job=job, shape=ChatShape(head, bytes_of), is_stream=bool(request.stream))
+
+    def _check_number(self, messages: Sequence[Message]) -> None:
+        """Refuse more messages and parts than tokens fit, before each of them is looked at."""
+        num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+        if len(messages) + num_parts > self.max_model_len:
+            raise too_long(f"there are {len(messages)} messages of {num_parts} parts", self.max_model_len, "messages")
+
+
+class ChatShape:
+    """Chat completions and their chunks."""
+
+    def __init__(self, head: Head, bytes_of: BytesOf | None) -> None:
+        """Create the shape of one answer.
+
+        Args:
+            head: what every chunk repeats.
+            bytes_of: gives the bytes of a token; none when no log-probabilities were asked for.
+        """
+        self.head = head
+        self._bytes_of = bytes_of
+
+    def chunks(self, delta: ChoiceDelta) -> list[Struct]:
+        """Return the role before the first text, the text, and the reason after the last."""
+        choices: list[ChunkChoice] = []
+        if delta.is_first:
+            choices.append(ChunkChoice(delta.index, Delta(role="assistant", content="")))
+        if delta.text or delta.records:
+            choices.append(ChunkChoice(delta.index, Delta(content=delta.text), self._logprobs(delta)))
+        if delta.finish_reason is not None:
+            choices.append(ChunkChoice(delta.index, Delta(), None, delta.finish_reason))
+        return [self._chunk([choice]) for choice in choices]
+
+    def usage_chunk(self, usage: Usage) -> Struct:
+        """Return the chunk without choices that carries the usage."""
+        chunk = self._chunk([])
+        chunk.usage = usage
+        return chunk
+
+    def answer(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Struct:
+        """Return the whole completion."""
+        return ChatCompletion(
+            id=self.head.id,
+            created=self.head.created,
+            model=self.head.model,
+            system_fingerprint=self.head.fingerprint,
+            choices=[
+                ChatChoice(
+                    choice.index, AnswerMessage(choice.text), self._logprobs(choice), choice.finish_reason or "stop"
+                )
+                for choice in choices
+            ],
+            usage=usage,
+        )
+
+    def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
+        return ChatChunk(
+            id=self.head.id,
+            created=self.head.created,
+            model=self.head.model,
+            system_fingerprint=self.head.fingerprint,
+            choices=choices,
+            usage=self.head.chunk_usage,
+        )
+
+    def _logprobs(self, delta: ChoiceDelta) -> ChatLogprobs | None:
+        return None if self._bytes_of is None else chat_logprobs(delta.records, self._bytes_of)

@@ -1,0 +1,48 @@
+"""The model's own chat template. A template never comes from a request: it is code."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jinja2 import TemplateError
+
+from kvwatch_engine.contracts.errors import RequestInvalid
+
+
+class _TemplateOwner(Protocol):
+    """What is used of transformers' tokenizer."""
+
+    chat_template: Any
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
+        """Render a conversation."""
+        ...
+
+
+class ChatTemplate:
+    """Renders messages to the prompt text that the model was trained on."""
+
+    def __init__(self, owner: _TemplateOwner) -> None:
+        self._owner = owner
+
+    def render(self, messages: Sequence[dict[str, str]], variables: dict[str, bool]) -> str:
+        """Return the prompt: the messages and the opening of the assistant's answer. Any thread.
+
+        Args:
+            messages: `role` and `content` of each.
+            variables: further variables of the template, already checked (see `refusals.py`).
+
+        Raises:
+            RequestInvalid: the model has no template, or its template refuses these messages.
+        """
+        if not self._owner.chat_template:
+            raise RequestInvalid("this model has no chat template; use /v1/completions with a prompt", param="messages")
+        try:
+            text = self._owner.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **variables
+            )
+        except TemplateError as error:
+            raise RequestInvalid(
+                f"the model's chat template refuses these messages: {error.message or type(error).__name__}",
+                param="messages",
+            ) from error
+        return str(text)

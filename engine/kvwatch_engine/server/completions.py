@@ -1,0 +1,163 @@
+"""`/v1/completions`: from its body to a plan, and from generated text to its shape."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from kvwatch_engine.contracts.errors import RequestInvalid
+from kvwatch_engine.contracts.sampling import SamplingParams
+from kvwatch_engine.server.bodies import decode_body
+from kvwatch_engine.server.choice import ChoiceDelta
+from kvwatch_engine.server.generation import Job
+from kvwatch_engine.server.logprobs import BytesOf, completion_logprobs
+from kvwatch_engine.server.planning import Planner
+from kvwatch_engine.server.protocol.completions import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from kvwatch_engine.server.protocol.reply import Usage
+from kvwatch_engine.server.refusals import refuse_unsupported
+from kvwatch_engine.server.sampling import (
+    check_prompt_length,
+    check_token_id,
+    num_choices,
+    sampling_params,
+    stop_strings,
+    too_long,
+)
+from kvwatch_engine.server.shapes import Head, Plan
+
+Prompt = str | list[int]
+
+
+class CompletionPlanner(Planner):
+    """Plans completions."""
+
+    async def plan(self, body: bytes) -> Plan:
+        """Check a body and return what to do; see `Planner.plan`."""
+        request = decode_body(body, CompletionRequest)
+        self.check_model(request.model)
+        refuse_unsupported(request)
+        head = self.head(request, "cmpl")
+        _refuse_combinations(request, num_choices(request, self.settings))
+        prompts = self._prompts(request)
+        stops = stop_strings(request, self.settings)
+        # Checked with the shortest prompt before the real ones are tokenised: a bad value costs nothing.
+        sampling_params(request, 1, self.bounds())
+        tokens = tuple([await self._tokens(prompt) for prompt in prompts])
+        for prompt in tokens:
+            check_prompt_length(len(prompt), self.max_model_len, "prompt")
+        sampling = sampling_params(request, max(map(len, tokens)), self.bounds())
+        job = Job(id=head.id, prompts=tokens, sampling=sampling, stops=stops, cache_salt=self.salt(request))
+        echoes = [await self._text(prompt) for prompt in prompts] if request.echo else []
+        shape = CompletionShape(head, sampling, self.tokenizer.token_bytes, echoes)
+        return Plan(job=job, shape=shape, is_stream=bool(request.stream))
+
+    def _prompts(self, request: CompletionRequest) -> list[Prompt]:
+        prompts = split_prompts(request.prompt)
+        limit = self.settings.max_choices
+        n = num_choices(request, self.settings)
+        if len(prompts) * n > limit:
+            raise RequestInvalid(
+                f"prompt has {len(prompts)} prompts, times n = {n} choices; the limit is {limit} choices in all",
+                param="prompt",
+            )
+        return prompts
+
+    async def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            self.log_prompt(prompt)
+            return await self.prompts.encode_text(prompt, "prompt")
+        if len(prompt) > self.max_model_len:  # before each of them is looked at
+            raise too_long(f"prompt has {len(prompt)} tokens", self.max_model_len, "prompt")
+        return tuple(check_token_id(token_id, self.model.vocab_size, "prompt") for token_id in prompt)
+
+    async def _text(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else await self.prompts.decode(prompt)
+
+
+def split_prompts(prompt: str | list[str | int | list[int]]) -> list[Prompt]:
+    """Return the single prompts of a request.
+
+    Raises:
+        RequestInvalid: there is none, or texts and token ids are mixed.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    token_ids = [entry for entry in prompt if isinstance(entry, int)]
+    prompts: list[Prompt] = [entry for entry in prompt if not isinstance(entry, int)]
+    if token_ids and prompts:
+        raise RequestInvalid("prompt mixes token ids with prompts; send token ids as a list of lists", param="prompt")
+    if token_ids:
+        return [token_ids]
+    if not prompts:
+        raise RequestInvalid("prompt is empty; send at least one token", param="prompt")
+    return prompts
+
+
+def _refuse_combinations(request: CompletionRequest, n: int) -> None:
+    if request.best_of is not None and request.best_of != n:
+        raise RequestInvalid(
+            "best_of other than n is not supported by this server; remove it", param="best_of", code="unsupported"
+        )
+    if request.echo and request.logprobs is not None:
+        raise RequestInvalid(
+            "logprobs together with echo is not supported by this server; send one of them",
+            param="logprobs",
+            code="unsupported",
+        )
+
+
+class CompletionShape:
+    """Completions and their chunks."""
+
+    def __init__(self, head: Head, sampling: SamplingParams, bytes_of: BytesOf, echoes: Sequence[str]) -> None:
+        """Create the shape of one answer.
+
+        Args:
+            head: what every chunk repeats.
+            sampling: the request's parameters.
+            bytes_of: gives the bytes of a token.
+            echoes: text of each prompt, if it shall stand before the generated text.
+        """
+        self.head = head
+        self._sampling = sampling
+        self._bytes_of = bytes_of
+        self._echoes = echoes
+
+    def chunks(self, delta: ChoiceDelta) -> list[Struct]:
+        """Return one chunk."""
+        return [self._completion([self._choice(delta)])]
+
+    def usage_chunk(self, usage: Usage) -> Struct:
+        """Return the chunk without choices that carries the usage."""
+        chunk = self._completion([])
+        chunk.usage = usage
+        return chunk
+
+    def answer(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Struct:
+        """Return the whole completion."""
+        whole = self._completion([self._choice(choice) for choice in choices])
+        whole.usage = usage
+        return whole
+
+    def _completion(self, choices: list[CompletionChoice]) -> Completion:
+        return Completion(
+            id=self.head.id,
+            created=self.head.created,
+            model=self.head.model,
+            system_fingerprint=self.head.fingerprint,
+            choices=choices,
+            usage=self.head.chunk_usage,
+        )
+
+    def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
+        echo = self._echoes[delta.index // self._sampling.n] if self._echoes and delta.is_first else ""
+        return CompletionChoice(delta.index, echo + delta.text, self._logprobs(delta), delta.finish_reason)
+
+    def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs | None:
+        if self._sampling.logprobs is None:
+            return None
+        return completion_logprobs(delta.records, self._bytes_of, has_top=self._sampling.logprobs > 0)

@@ -1,0 +1,68 @@
+"""The way of a generation request: body, plan, engine, answer."""
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvwatch_engine.server.bodies import read_body
+from kvwatch_engine.server.choice import ChoiceDelta
+from kvwatch_engine.server.drain import Drain
+from kvwatch_engine.server.generation import Generations, Run
+from kvwatch_engine.server.planning import Planner
+from kvwatch_engine.server.request_log import RequestRecord, record_of
+from kvwatch_engine.server.settings import ServerSettings
+from kvwatch_engine.server.streaming import stream_answer
+
+
+class GenerationEndpoint:
+    """ASGI application of one generation route.
+
+    An application rather than a function: the answer is sent while the job is open, so that the job is closed, and
+    the engine freed, at the moment the answer is complete or the client gone.
+    """
+
+    def __init__(self, planner: Planner, generations: Generations, drain: Drain, settings: ServerSettings) -> None:
+        self._planner = planner
+        self._generations = generations
+        self._drain = drain
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request.
+
+        Raises:
+            RequestRejected, ApiError: answered by the application's exception handlers; nothing was sent yet.
+            ClientGone: there is nobody to answer.
+        """
+        record = record_of(scope)
+        with self._drain.running():
+            body = await read_body(Request(scope, receive), self._settings)
+            plan = await self._planner.plan(body)
+            record.answer_id, record.is_stream = plan.job.id, plan.is_stream
+            async with self._generations.start(plan.job, receive) as run:
+                try:
+                    if plan.is_stream:
+                        await stream_answer(plan, run, record, self._settings, send)
+                        return
+                    choices = await _collect(run, record)
+                finally:
+                    record.usage = run.usage()
+            answer = msgspec.json.encode(plan.shape.answer(choices, run.usage()))
+            await Response(answer, media_type="application/json")(scope, receive, send)
+
+
+async def _collect(run: Run, record: RequestRecord) -> list[ChoiceDelta]:
+    """Return every choice as one piece, in order."""
+    pieces: dict[int, list[ChoiceDelta]] = {choice.index: [] for choice in run.choices.values()}
+    async for deltas in run.deltas():
+        record.saw(deltas)
+        for delta in deltas:
+            pieces[delta.index].append(delta)
+    return [_join(index, found) for index, found in sorted(pieces.items())]
+
+
+def _join(index: int, pieces: list[ChoiceDelta]) -> ChoiceDelta:
+    text = "".join(piece.text for piece in pieces)
+    records = tuple(record for piece in pieces for record in piece.records)
+    return ChoiceDelta(index, text, records, pieces[-1].finish_reason, is_first=True)

@@ -1,0 +1,171 @@
+"""One HTTP request in the engine: submitted, read step by step, and aborted whenever nobody wants it any more."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from starlette.types import Receive
+
+from kvwatch_engine.contracts.model import ModelInfo
+from kvwatch_engine.contracts.request import EngineClient, FinishReason, GenerationRequest, SequenceOutput
+from kvwatch_engine.contracts.sampling import SamplingParams
+from kvwatch_engine.server.choice import Choice, ChoiceDelta
+from kvwatch_engine.server.dispatcher import Mailbox, OutputDispatcher
+from kvwatch_engine.server.errors import GenerationFailed
+from kvwatch_engine.server.protocol.reply import PromptTokensDetails, Usage
+from kvwatch_engine.server.settings import ServerSettings
+from kvwatch_engine.server.stop_strings import StopMatcher, StopStrings
+from kvwatch_engine.server.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one HTTP request wants from the engine: each prompt continued `sampling.n` times.
+
+    Choice `prompt * n + sequence` of the answer is that sequence of that prompt.
+    """
+
+    id: str
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    cache_salt: str = ""
+
+    def requests(self) -> list[GenerationRequest]:
+        """Return one engine request for each prompt, with ids derived from the job's."""
+        names = [self.id] if len(self.prompts) == 1 else [f"{self.id}-{place}" for place in range(len(self.prompts))]
+        return [
+            GenerationRequest(
+                request_id=name, prompt_token_ids=prompt, sampling=self.sampling, cache_salt=self.cache_salt
+            )
+            for name, prompt in zip(names, self.prompts, strict=True)
+        ]
+
+
+class Run:
+    """A job under way. Event loop only."""
+
+    def __init__(self, job: Job, mailbox: Mailbox, engine: EngineClient, keepalive_seconds: float) -> None:
+        self._engine = engine
+        self._mailbox = mailbox
+        self._keepalive_seconds = keepalive_seconds
+        self._num_prompt_tokens = sum(map(len, job.prompts))
+        self._cached: dict[str, int] = {}
+        self.choices: dict[tuple[str, int], Choice] = {}
+        """Request id and sequence -> choice."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish_reason is not None for choice in self.choices.values())
+
+    async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
+        """Give what each step added, until all choices have ended; an empty list after a long silence.
+
+        Raises:
+            ClientGone: the client hung up.
+            GenerationFailed: the engine ended the request.
+        """
+        while not self.is_finished:
+            outputs = await self._mailbox.get(self._keepalive_seconds)
+            found = [delta for output in outputs if (delta := self._add(output)) is not None]
+            if found or not outputs:
+                yield found
+
+    def usage(self) -> Usage:
+        """Return the token counts so far."""
+        generated = sum(choice.num_tokens for choice in self.choices.values())
+        details = PromptTokensDetails(sum(self._cached.values()))
+        return Usage(self._num_prompt_tokens, generated, self._num_prompt_tokens + generated, details)
+
+    def _add(self, output: SequenceOutput) -> ChoiceDelta | None:
+        _raise_if_failed(output)
+        self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.num_cached_tokens)
+        choice = self.choices[output.request_id, output.sequence]
+        was_open = choice.finish_reason is None
+        delta = choice.add(output)
+        if was_open and choice.is_stopped_by_string and output.finish_reason is None:
+            self._engine.stop_sequence(output.request_id, output.sequence)
+        return delta
+
+
+class Generations:
+    """Starts jobs."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        dispatcher: OutputDispatcher,
+        model: ModelInfo,
+        tokenizer: Tokenizer,
+        settings: ServerSettings,
+    ) -> None:
+        self._engine = engine
+        self._dispatcher = dispatcher
+        self._model = model
+        self._tokenizer = tokenizer
+        self._settings = settings
+
+    @asynccontextmanager
+    async def start(self, job: Job, receive: Receive) -> AsyncIterator[Run]:
+        """Submit a job; whatever ends the block, nothing of the job stays in the engine.
+
+        Args:
+            job: what to generate.
+            receive: the request's ASGI channel, its body already read: watched for the client's hang-up.
+
+        Raises:
+            RequestInvalid: a prompt can never run.
+            EngineOverloaded: the engine's queue is full.
+        """
+        names: list[str] = []
+        mailbox = Mailbox(self._settings.max_unread_tokens, lambda: self._abort(names))
+        run = Run(job, mailbox, self._engine, self._settings.keepalive_seconds)
+        watcher = asyncio.create_task(_watch(receive, mailbox))
+        try:
+            for place, request in enumerate(job.requests()):
+                self._add_choices(run, job, request.request_id, place)
+                names.append(request.request_id)
+                self._dispatcher.open(request.request_id, mailbox)
+                self._engine.submit(request)
+            yield run
+        finally:
+            watcher.cancel()
+            for name in names:
+                self._dispatcher.close(name)
+            if not run.is_finished:
+                self._abort(names)
+
+    def _abort(self, names: list[str]) -> None:
+        for name in names:
+            self._engine.abort(name)
+
+    def _add_choices(self, run: Run, job: Job, name: str, place: int) -> None:
+        stops = StopStrings(job.stops)
+        ends = frozenset(self._model.eos_token_ids) | frozenset(job.sampling.stop_token_ids)
+        for sequence in range(job.sampling.n):
+            run.choices[name, sequence] = Choice(
+                place * job.sampling.n + sequence,
+                self._tokenizer.detokenizer(),
+                StopMatcher(stops),
+                job.sampling,
+                ends,
+            )
+
+
+async def _watch(receive: Receive, mailbox: Mailbox) -> None:
+    """Wait for the client to hang up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    mailbox.hang_up("the client hung up")
+
+
+def _raise_if_failed(output: SequenceOutput) -> None:
+    if output.finish_reason is FinishReason.ABORT:
+        raise GenerationFailed(
+            "the server ended this request before it was complete; send it again", status=503, code="aborted"
+        )
+    if output.finish_reason is FinishReason.ERROR:
+        # The engine's own words may name files of this machine; they are in its log.
+        raise GenerationFailed("the engine failed on this request", status=500, code="engine_error")

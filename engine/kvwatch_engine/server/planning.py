@@ -1,0 +1,105 @@
+"""What the planners of both APIs share: the model, the limits, the prompt encoder."""
+
+import hashlib
+import uuid
+from abc import ABC, abstractmethod
+
+import structlog
+
+from kvwatch_engine.contracts.errors import RequestInvalid
+from kvwatch_engine.contracts.model import ModelInfo
+from kvwatch_engine.contracts.request import EngineClient
+from kvwatch_engine.server.errors import UnknownModel
+from kvwatch_engine.server.prompts import PromptEncoder
+from kvwatch_engine.server.protocol.request import GenerationFields
+from kvwatch_engine.server.sampling import Bounds
+from kvwatch_engine.server.settings import ServerSettings
+from kvwatch_engine.server.shapes import Head, Plan, wants_usage
+from kvwatch_engine.server.tokenizer import Tokenizer
+
+_MAX_SALT_CHARS = 128
+_log = structlog.get_logger("kvwatch.server")
+
+
+class Planner(ABC):
+    """Turns bodies into plans. Event loop only."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        model: ModelInfo,
+        tokenizer: Tokenizer,
+        prompts: PromptEncoder,
+        settings: ServerSettings,
+    ) -> None:
+        self._engine = engine
+        self.model = model
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.settings = settings
+        digest = hashlib.sha256(model.weights_fingerprint.encode()).hexdigest()
+        self._fingerprint = f"fp_{digest[:12]}"
+
+    @abstractmethod
+    async def plan(self, body: bytes) -> Plan:
+        """Check a body and return what to do.
+
+        Raises:
+            RequestInvalid: anything in it is wrong or not supported.
+            UnknownModel: it asks for a model that is not served.
+            EngineOverloaded: too many prompts wait to be tokenised.
+        """
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens, prompt and answer together."""
+        return self._engine.max_model_len
+
+    def bounds(self) -> Bounds:
+        """Return what sampling parameters are measured against."""
+        return Bounds(
+            settings=self.settings,
+            model=self.model,
+            max_model_len=self.max_model_len,
+            max_new_tokens=self._engine.max_new_tokens,
+        )
+
+    def head(self, request: GenerationFields, prefix: str) -> Head:
+        """Return the head of the answer, with a fresh id in OpenAI's form.
+
+        Raises:
+            RequestInvalid: `stream_options` without `stream`.
+        """
+        return Head(
+            id=f"{prefix}-{uuid.uuid4().hex}",
+            model=self.model.name,
+            fingerprint=self._fingerprint,
+            include_usage=wants_usage(request),
+        )
+
+    def check_model(self, name: str) -> None:
+        """Refuse a model that is not served.
+
+        Raises:
+            UnknownModel: so.
+        """
+        if name != self.model.name:
+            raise UnknownModel(name, self.model.name)
+
+    def salt(self, request: GenerationFields) -> str:
+        """Return the request's cache salt, checked.
+
+        Raises:
+            RequestInvalid: it is too long.
+        """
+        salt = request.cache_salt or ""
+        if len(salt) > _MAX_SALT_CHARS:
+            raise RequestInvalid(
+                f"cache_salt has {len(salt)} characters, the limit is {_MAX_SALT_CHARS}", param="cache_salt"
+            )
+        return salt
+
+    def log_prompt(self, text: str) -> None:
+        """Write a prompt to the log, if the operator asked for that."""
+        if self.settings.log_prompts:
+            _log.info("prompt", text=text)

@@ -1,0 +1,7 @@
+"""The wire forms of OpenAI's API.
+
+request.py      fields that chat and completions share
+chat.py         chat completions
+completions.py  completions
+reply.py        usage, models, errors
+"""

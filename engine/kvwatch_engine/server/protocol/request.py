@@ -1,0 +1,71 @@
+"""Fields that chat and completion requests share.
+
+A field that OpenAI makes nullable may be null, which means its default. Fields that are unknown here are ignored, as
+OpenAI ignores them. Fields of type `object` are not implemented: `refusals.py` says which values of them are harmless.
+"""
+
+from msgspec import Struct
+
+
+class StreamOptions(Struct):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class GenerationFields(Struct, kw_only=True):
+    """How to generate. Ranges are checked in `sampling.py`."""
+
+    model: str
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    """Prefix blocks are shared only between requests of equal salt."""
+
+    # Not implemented: all of these would change the answer.
+    add_special_tokens: object = None
+    allowed_token_ids: object = None
+    audio: object = None
+    bad_words: object = None
+    ebnf: object = None
+    function_call: object = None
+    functions: object = None
+    guided_choice: object = None
+    guided_decoding_backend: object = None
+    guided_grammar: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    include_stop_str_in_output: object = None
+    json_schema: object = None
+    length_penalty: object = None
+    logits_processors: object = None
+    modalities: object = None
+    prediction: object = None
+    prompt_embeds: object = None
+    prompt_logprobs: object = None
+    regex: object = None
+    response_format: object = None
+    return_tokens_as_token_ids: object = None
+    skip_special_tokens: object = None
+    spaces_between_special_tokens: object = None
+    structured_outputs: object = None
+    tool_choice: object = None
+    tools: object = None
+    truncate_prompt_tokens: object = None
+    use_beam_search: object = None
+    web_search_options: object = None

@@ -1,0 +1,134 @@
+"""Parameters that are not implemented and would change the answer: refused by name, never ignored in silence.
+
+A value that asks for nothing (null, an empty list, the default) is harmless and accepted.
+"""
+
+from collections.abc import Iterator
+
+from kvwatch_engine.contracts.errors import RequestInvalid
+from kvwatch_engine.server.protocol.chat import ChatRequest, ContentPart, Message
+from kvwatch_engine.server.protocol.completions import CompletionRequest
+from kvwatch_engine.server.protocol.request import GenerationFields
+
+_HARMLESS: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "ebnf": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+"""Values that ask for nothing, beside null."""
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Role in a request -> role in chat templates; `developer` is OpenAI's newer word for `system`."""
+
+_TEMPLATE_VARIABLES = ("enable_thinking",)
+"""Variables that `chat_template_kwargs` may set. Others could reach the arguments of the renderer itself."""
+
+
+def refuse_unsupported(request: GenerationFields) -> None:
+    """Refuse parameters that are not implemented.
+
+    Raises:
+        RequestInvalid: naming the parameter.
+    """
+    for name, harmless in _harmless_values(request):
+        value = getattr(request, name, None)
+        if value is not None and value not in harmless:
+            raise RequestInvalid(
+                f"{name} is not supported by this server; remove it from the request", param=name, code="unsupported"
+            )
+
+
+def _harmless_values(request: GenerationFields) -> Iterator[tuple[str, tuple[object, ...]]]:
+    yield from _HARMLESS.items()
+    # Rendered chat templates hold their special tokens already; plain prompts get the tokenizer's own.
+    yield "add_special_tokens", (isinstance(request, CompletionRequest),)
+    if isinstance(request, ChatRequest):
+        yield "echo", (False,)
+
+
+def template_variables(request: ChatRequest) -> dict[str, bool]:
+    """Return the template variables that a request sets.
+
+    Raises:
+        RequestInvalid: a variable that may not be set from outside (`chat_template` among them).
+    """
+    variables: dict[str, bool] = {}
+    for name, value in (request.chat_template_kwargs or {}).items():
+        param = f"chat_template_kwargs.{name[:64]}"
+        if name not in _TEMPLATE_VARIABLES:
+            allowed = ", ".join(_TEMPLATE_VARIABLES)
+            raise RequestInvalid(f"{param} is not supported by this server; allowed: {allowed}", param=param)
+        if not isinstance(value, bool):
+            raise RequestInvalid(f"{param} must be true or false", param=param)
+        variables[name] = value
+    return variables
+
+
+def plain_messages(request: ChatRequest) -> list[dict[str, str]]:
+    """Return the messages as chat templates take them, all content as text; several text parts become lines.
+
+    Raises:
+        RequestInvalid: no message, an unknown role, content that is not text, or a part that is not implemented.
+    """
+    if not request.messages:
+        raise RequestInvalid("messages is empty; send at least one message", param="messages")
+    return [_plain(message, f"messages[{place}]") for place, message in enumerate(request.messages)]
+
+
+def _plain(message: Message, param: str) -> dict[str, str]:
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise RequestInvalid(
+            f"{param}.role is {message.role[:64]!r}; supported are {', '.join(_ROLES)}", param=f"{param}.role"
+        )
+    for name in ("tool_calls", "function_call", "audio"):
+        if getattr(message, name) not in (None, []):
+            raise RequestInvalid(f"{param}.{name} is not supported by this server", param=f"{param}.{name}")
+    if message.content is None:
+        raise RequestInvalid(f"{param}.content is missing; send text", param=f"{param}.content")
+    if isinstance(message.content, str):
+        return {"role": role, "content": message.content}
+    texts = [_part_text(part, f"{param}.content[{place}]") for place, part in enumerate(message.content)]
+    return {"role": role, "content": "\n".join(texts)}
+
+
+def _part_text(part: ContentPart, param: str) -> str:
+    if part.type != "text":
+        raise RequestInvalid(
+            f"{param}.type is {part.type[:64]!r}; only text parts are supported by this server", param=f"{param}.type"
+        )
+    if part.text is None:
+        raise RequestInvalid(f"{param}.text is missing", param=f"{param}.text")
+    return part.text

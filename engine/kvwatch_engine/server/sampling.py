@@ -1,0 +1,227 @@
+"""From a request's fields to the engine's `SamplingParams`: the one place where their ranges are checked.
+
+A field that the request leaves out takes the model's own default (generation_config), then OpenAI's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvwatch_engine.contracts.errors import RequestInvalid
+from kvwatch_engine.contracts.model import ModelInfo
+from kvwatch_engine.contracts.sampling import SamplingParams
+from kvwatch_engine.server.errors import shorten
+from kvwatch_engine.server.protocol.chat import ChatRequest
+from kvwatch_engine.server.protocol.completions import CompletionRequest
+from kvwatch_engine.server.protocol.request import GenerationFields
+from kvwatch_engine.server.settings import ServerSettings
+
+GREEDY_BELOW = 1e-5
+"""A lower temperature divides logits into overflow; what it asks for is the most likely token."""
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default of /v1/completions. Chat's default is what fits."""
+_MAX_KEY_CHARS = 20
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a request is measured against."""
+
+    settings: ServerSettings
+    model: ModelInfo
+    max_model_len: int
+    """Longest sequence in tokens, prompt and answer together."""
+    max_new_tokens: Callable[[int, int], int]
+    """(tokens of a prompt, n) -> the largest `max_tokens` that can run; see `EngineClient.max_new_tokens`."""
+
+
+def sampling_params(request: ChatRequest | CompletionRequest, num_prompt_tokens: int, bounds: Bounds) -> SamplingParams:
+    """Return the checked sampling parameters of a request.
+
+    Args:
+        request: the decoded body.
+        num_prompt_tokens: tokens of its longest prompt.
+        bounds: limits of server and model.
+
+    Raises:
+        RequestInvalid: a value is out of its range, or the answer cannot fit.
+    """
+    defaults = bounds.model.sampling_defaults
+    n = num_choices(request, bounds.settings)
+    max_tokens = _max_tokens(request, num_prompt_tokens, n, bounds)
+    temperature = _within("temperature", _first(request.temperature, defaults.temperature, 1.0), 0.0, 2.0)
+    top_p = _within("top_p", _first(request.top_p, defaults.top_p, 1.0), 0.0, 1.0)
+    top_k = _top_k(_first(request.top_k, defaults.top_k, 0), bounds.model.vocab_size)
+    return SamplingParams(
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+        top_p=top_p or 1.0,
+        top_k=top_k if top_p else 1,  # the smallest set of tokens that reaches 0 is the most likely one
+        min_p=_within("min_p", _first(request.min_p, defaults.min_p, 0.0), 0.0, 1.0),
+        presence_penalty=_within("presence_penalty", request.presence_penalty or 0.0, -2.0, 2.0),
+        frequency_penalty=_within("frequency_penalty", request.frequency_penalty or 0.0, -2.0, 2.0),
+        repetition_penalty=_within(
+            "repetition_penalty", _first(request.repetition_penalty, defaults.repetition_penalty, 1.0), 0.1, 10.0
+        ),
+        seed=_seed(request.seed),
+        logit_bias=_logit_bias(request.logit_bias or {}, bounds),
+        logprobs=_num_logprobs(request, bounds.settings.max_logprobs),
+        stop_token_ids=_stop_token_ids(request.stop_token_ids or [], bounds),
+        min_tokens=_within("min_tokens", request.min_tokens or 0, 0, max_tokens),
+        max_tokens=max_tokens,
+        ignore_eos=bool(request.ignore_eos),
+        n=n,
+    )
+
+
+def num_choices(request: GenerationFields, settings: ServerSettings) -> int:
+    """Return `n`, checked.
+
+    Raises:
+        RequestInvalid: it is out of range.
+    """
+    return _within("n", 1 if request.n is None else request.n, 1, settings.max_n)
+
+
+def stop_strings(request: GenerationFields, settings: ServerSettings) -> tuple[str, ...]:
+    """Return the stop strings, checked.
+
+    Raises:
+        RequestInvalid: too many, too long, or an empty one.
+    """
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    _at_most("stop", "strings", stops, settings.max_stop_strings)
+    for stop in stops:
+        if not stop:
+            raise RequestInvalid("stop holds an empty string, which would stop everything; remove it", param="stop")
+        if len(stop) > settings.max_stop_chars:
+            raise RequestInvalid(
+                f"stop holds a string of {len(stop)} characters, the limit is {settings.max_stop_chars}", param="stop"
+            )
+    return tuple(stops)
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int, param: str) -> None:
+    """Refuse a prompt that is empty or leaves no room for one token.
+
+    Raises:
+        RequestInvalid: so.
+    """
+    if num_tokens == 0:
+        raise RequestInvalid(f"{param} is empty; send at least one token", param=param)
+    if num_tokens >= max_model_len:
+        raise too_long(f"{param} has {num_tokens} tokens", max_model_len, param)
+
+
+def too_long(what: str, max_model_len: int, param: str) -> RequestInvalid:
+    """Return the error for a prompt, or a prompt and answer, that cannot fit."""
+    return RequestInvalid(
+        f"{what}, but this server's maximum context length is {max_model_len} tokens, prompt and answer together; "
+        "shorten the prompt or ask for fewer tokens",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def _max_tokens(request: ChatRequest | CompletionRequest, num_prompt_tokens: int, n: int, bounds: Bounds) -> int:
+    name, asked = _asked_tokens(request)
+    if asked is not None and asked < 1:
+        raise RequestInvalid(f"{name} is {_show(asked)}, it must be at least 1", param=name)
+    room = bounds.max_new_tokens(num_prompt_tokens, n)
+    prompt = f"a prompt of {num_prompt_tokens} tokens" + (f" and {n} choices" if n > 1 else "")
+    if room < 1:
+        raise too_long(f"{prompt} leave no room for an answer", bounds.max_model_len, "n" if n > 1 else name)
+    if asked is None:
+        return room if isinstance(request, ChatRequest) else min(room, COMPLETION_MAX_TOKENS)
+    if asked > room:
+        what = f"{name} is {_show(asked)}, with {prompt} at most {room} fit"
+        raise too_long(what, bounds.max_model_len, name)
+    return asked
+
+
+def _asked_tokens(request: ChatRequest | CompletionRequest) -> tuple[str, int | None]:
+    """Return the name and value of the field that limits the answer."""
+    if isinstance(request, CompletionRequest) or request.max_completion_tokens is None:
+        return "max_tokens", request.max_tokens
+    if request.max_tokens not in (None, request.max_completion_tokens):
+        raise RequestInvalid("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
+    return "max_completion_tokens", request.max_completion_tokens
+
+
+def _num_logprobs(request: ChatRequest | CompletionRequest, limit: int) -> int | None:
+    if isinstance(request, CompletionRequest):
+        return None if request.logprobs is None else _within("logprobs", request.logprobs, 0, limit)
+    if request.top_logprobs is not None:
+        _within("top_logprobs", request.top_logprobs, 0, limit)
+        if not request.logprobs and request.top_logprobs:
+            raise RequestInvalid("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _top_k(value: int, vocab_size: int) -> int:
+    if value < -1:
+        raise RequestInvalid(
+            f"top_k is {_show(value)}, it must be at least 1, or 0 or -1 for all tokens", param="top_k"
+        )
+    return value if 0 < value < vocab_size else 0
+
+
+def _seed(value: int | None) -> int | None:
+    if value is None:
+        return None
+    _within("seed", value, -(2**63), 2**63 - 1)
+    return value % 2**64  # the same bits without a sign
+
+
+def _logit_bias(entries: dict[str, float], bounds: Bounds) -> tuple[tuple[int, float], ...]:
+    _at_most("logit_bias", "entries", entries, bounds.settings.max_logit_bias)
+    biases: dict[int, float] = {}
+    for key, bias in entries.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= _MAX_KEY_CHARS):
+            raise RequestInvalid(
+                f"logit_bias has the key {key[:_MAX_KEY_CHARS]!r}; keys are token ids in decimal", param="logit_bias"
+            )
+        token_id = check_token_id(int(key), bounds.model.vocab_size, "logit_bias")
+        biases[token_id] = _within("logit_bias", bias, -100.0, 100.0)
+    return tuple(biases.items())
+
+
+def _stop_token_ids(token_ids: Sequence[int], bounds: Bounds) -> tuple[int, ...]:
+    _at_most("stop_token_ids", "ids", token_ids, bounds.settings.max_stop_token_ids)
+    return tuple(check_token_id(number, bounds.model.vocab_size, "stop_token_ids") for number in token_ids)
+
+
+def check_token_id(token_id: int, vocab_size: int, param: str) -> int:
+    """Return a token id of the vocabulary.
+
+    Raises:
+        RequestInvalid: it is outside the vocabulary.
+    """
+    if not 0 <= token_id < vocab_size:
+        raise RequestInvalid(
+            f"{param} has the token id {_show(token_id)}, the vocabulary is 0 to {vocab_size - 1}", param=param
+        )
+    return token_id
+
+
+def _at_most(name: str, things: str, values: Sequence[object] | dict[str, float], limit: int) -> None:
+    if len(values) > limit:
+        raise RequestInvalid(f"{name} has {len(values)} {things}, the limit is {limit}", param=name)
+
+
+def _within(name: str, value: Number, low: Number, high: Number) -> Number:
+    if not low <= value <= high:  # written so that NaN, which is within nothing, is refused
+        raise RequestInvalid(f"{name} is {_show(value)}, it must be {_show(low)} to {_show(high)}", param=name)
+    return value
+
+
+def _first(asked: Number | None, recommended: Number | None, fallback: Number) -> Number:
+    if asked is not None:
+        return asked
+    return fallback if recommended is None else recommended
+
+
+def _show(value: float) -> str:
+    """Return a number for a message; a huge integer must not fill it."""
+    return shorten(str(value), 20) if isinstance(value, int) else f"{value:.6g}"

@@ -1,0 +1,41 @@
+"""The server's limits and time-outs, already validated."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Settings of the OpenAI-compatible server.
+
+    Every limit exists so that one request cannot take memory or time from the others; each refusal names its limit.
+    """
+
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_n: int = 16
+    """Most choices for one prompt."""
+    max_choices: int = 128
+    """Most choices of one request: prompts x n."""
+    max_logprobs: int = 20
+    """Most alternatives at one position (`top_logprobs`, and `logprobs` of completions)."""
+    max_stop_strings: int = 16
+    max_stop_chars: int = 256
+    """Longest stop string, in characters."""
+    max_stop_token_ids: int = 64
+    max_logit_bias: int = 1024
+    """Most entries of `logit_bias`."""
+    prompt_threads: int = 2
+    """Threads that render templates and tokenise."""
+    max_pending_prompts: int = 1024
+    """Most requests that wait for those threads; more are answered 429."""
+    max_unread_tokens: int = 4096
+    """A client that leaves more generated tokens than this unread is dropped: what waits for it is memory."""
+    body_seconds: float = 30.0
+    """Time in which a body must have arrived."""
+    write_seconds: float = 60.0
+    """Time in which a client must take what it is sent."""
+    keepalive_seconds: float = 15.0
+    """A stream without a token for so long sends a comment, so that proxies keep it open and a dead peer is noticed."""
+    drain_seconds: float = 30.0
+    """Time that running requests get to finish when the server stops."""
+    log_prompts: bool = False
+    """Write prompt texts to the log."""

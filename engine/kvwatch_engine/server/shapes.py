@@ -1,0 +1,74 @@
+"""What the endpoint asks of an API's shape, and the plan that a body becomes."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from msgspec import UNSET, Struct, UnsetType
+
+from kvwatch_engine.contracts.errors import RequestInvalid
+from kvwatch_engine.server.choice import ChoiceDelta
+from kvwatch_engine.server.generation import Job
+from kvwatch_engine.server.protocol.reply import Usage
+from kvwatch_engine.server.protocol.request import GenerationFields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What every body and every chunk of one answer repeats."""
+
+    id: str
+    model: str
+    fingerprint: str
+    """Equal seeds give equal texts while it stays the same."""
+    include_usage: bool
+    """Whether a stream shall end with its usage."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Unix time in seconds."""
+
+    @property
+    def chunk_usage(self) -> UnsetType | None:
+        """`usage` of all chunks but the last: null if there will be one, else absent."""
+        return None if self.include_usage else UNSET
+
+
+class Shape(Protocol):
+    """Writes generated text in the form of one API."""
+
+    @property
+    def head(self) -> Head:
+        """What every chunk repeats."""
+        ...
+
+    def chunks(self, delta: ChoiceDelta) -> list[Struct]:
+        """Return the events of a stream that tell `delta`."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> Struct:
+        """Return the last event of a stream that was asked for its usage."""
+        ...
+
+    def answer(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Struct:
+        """Return the whole answer; `choices` are complete and in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A request that was found valid: what to generate, and how to tell it."""
+
+    job: Job
+    shape: Shape
+    is_stream: bool
+
+
+def wants_usage(request: GenerationFields) -> bool:
+    """Return whether a stream shall end with its usage.
+
+    Raises:
+        RequestInvalid: `stream_options` without `stream`.
+    """
+    if request.stream_options is not None and not request.stream:
+        raise RequestInvalid("stream_options is only allowed when stream is true", param="stream_options")
+    return request.stream_options is not None and bool(request.stream_options.include_usage)

@@ -1,0 +1,75 @@
+"""Server-sent events: `data: {json}` and a blank line for each chunk, at last `data: [DONE]`."""
+
+import asyncio
+from collections.abc import Iterable
+
+import msgspec
+import structlog
+from starlette.types import Send
+
+from kvwatch_engine.server.choice import ChoiceDelta
+from kvwatch_engine.server.errors import ClientGone, GenerationFailed
+from kvwatch_engine.server.generation import Run
+from kvwatch_engine.server.protocol.reply import Error, ErrorBody
+from kvwatch_engine.server.request_log import RequestRecord
+from kvwatch_engine.server.settings import ServerSettings
+from kvwatch_engine.server.shapes import Plan
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the events otherwise
+]
+_KEEPALIVE = b": waiting\n\n"
+_DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+_log = structlog.get_logger("kvwatch.server")
+
+
+async def stream_answer(plan: Plan, run: Run, record: RequestRecord, settings: ServerSettings, send: Send) -> None:
+    """Send a run as it is generated.
+
+    An error of the engine in mid-stream becomes an event of its own, which OpenAI's client raises as `APIError`.
+
+    Raises:
+        ClientGone: the client hung up, or does not read.
+    """
+    writer = _Writer(send, settings.write_seconds)
+    await writer.start()
+    try:
+        async for deltas in run.deltas():
+            record.saw(deltas)
+            await writer.write(_events(plan, deltas) or _KEEPALIVE)
+        last = [plan.shape.usage_chunk(run.usage())] if plan.shape.head.include_usage else []
+    except GenerationFailed as error:
+        record.finish_reasons.append("error")
+        last = [ErrorBody(Error(str(error), error.type, None, error.code))]
+    await writer.write(b"".join(map(_event, last)) + _DONE, is_last=True)
+
+
+def _events(plan: Plan, deltas: Iterable[ChoiceDelta]) -> bytes:
+    return b"".join(_event(chunk) for delta in deltas for chunk in plan.shape.chunks(delta))
+
+
+def _event(chunk: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(chunk) + b"\n\n"
+
+
+class _Writer:
+    """Sends a body in pieces; a client that does not take one in time counts as gone."""
+
+    def __init__(self, send: Send, seconds: float) -> None:
+        self._send = send
+        self._seconds = seconds
+
+    async def start(self) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+
+    async def write(self, body: bytes, *, is_last: bool = False) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        except TimeoutError as error:
+            raise ClientGone(f"the client took nothing for {self._seconds:g} s") from error
+        except OSError as error:
+            raise ClientGone("the client hung up") from error

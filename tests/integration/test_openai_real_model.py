@@ -1,0 +1,234 @@
+"""The server on real models: text and log-probabilities are those of transformers."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from builders import make_settings
+from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+from openai_server import RunningServer, serve
+from tiny_models import embedded_model_folder, make_tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.engine import Engine
+from kvwatch_engine.memory.kv_cache import KVCache
+from kvwatch_engine.model.loader import load_model
+from kvwatch_engine.model.runner import ModelRunner
+from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app
+
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Größe und 東京? 🙂"}]
+NUM_TOKENS = 40
+
+
+@contextmanager
+def model_server(folder: Path, **engine_settings: object) -> Iterator[RunningServer]:
+    model = load_model(str(folder), dtype="float32", served_name="model")
+    values: dict[str, object] = {
+        "num_blocks": 257, "block_size": 8, "max_model_len": model.info.max_position, "max_batch_tokens": 64,
+        "vocab_size": model.info.vocab_size, "eos_token_ids": model.info.eos_token_ids, **engine_settings,
+    }  # fmt: skip
+    limits = make_settings(**values)
+    dispatcher = OutputDispatcher()
+    runner = ModelRunner(model, KVCache(model.cache_spec(limits.block_size), limits.num_blocks))
+    engine = Engine(limits, runner, EventLog(), dispatcher)
+    with serve(engine, create_app(engine, dispatcher, model.info, ServerSettings()), dispatcher) as running:
+        yield running
+
+
+class Reference:
+    """transformers on the same folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32).eval()
+        loaded = AutoTokenizer.from_pretrained(str(folder))
+        assert isinstance(loaded, PreTrainedTokenizerFast)
+        self.tokenizer = loaded
+
+    def prompt(self) -> list[int]:
+        ids = self.tokenizer.apply_chat_template(
+            list(MESSAGES), tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+        assert isinstance(ids, list)
+        return ids
+
+    @torch.inference_mode()
+    def greedy(self, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+        tokens = self.model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=num_tokens,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )  # fmt: skip
+        return [int(token) for token in tokens[0, len(prompt) :]]
+
+    @torch.inference_mode()
+    def logprobs(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
+        """Return f32[len(answer), vocab_size]."""
+        logits: torch.Tensor = self.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("tiny"), seed=3)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[RunningServer]:
+    with model_server(folder) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[OpenAI]:
+    with server.openai() as client:
+        yield client
+    server.wait_idle()
+
+
+def test_a_greedy_chat_answer_is_that_of_transformers(client: OpenAI, reference: Reference) -> None:
+    expected = reference.greedy(reference.prompt())
+
+    answer = client.chat.completions.create(model="model", messages=MESSAGES, temperature=0, max_tokens=NUM_TOKENS, n=2)
+
+    text = reference.tokenizer.decode(expected, skip_special_tokens=True)
+    assert [choice.message.content for choice in answer.choices] == [text, text]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 2 * len(expected)
+
+
+def test_chat_log_probabilities_are_those_of_the_model(client: OpenAI, reference: Reference) -> None:
+    answer = client.chat.completions.create(
+        model="model", messages=MESSAGES, temperature=0, max_tokens=NUM_TOKENS, logprobs=True, top_logprobs=5
+    )
+
+    [choice] = answer.choices
+    assert choice.logprobs is not None
+    content = choice.logprobs.content or []
+    tokens = reference.greedy(reference.prompt())
+    truth = reference.logprobs(reference.prompt(), tokens)
+    assert len(content) == len(tokens)
+    for entry, row, token in zip(content, truth, tokens, strict=True):
+        best = row.topk(5)
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-3)
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-3)
+        assert entry.top_logprobs[0].bytes == entry.bytes  # greedy: the chosen token is the most likely one
+    joined = b"".join(bytes(entry.bytes or []) for entry in content).decode("utf-8", "replace")
+    end = reference.tokenizer.eos_token if choice.finish_reason == "stop" else ""
+    assert joined == (choice.message.content or "") + str(end)
+
+
+def test_streamed_log_probabilities_are_those_that_are_not_streamed(client: OpenAI) -> None:
+    whole = client.chat.completions.create(
+        model="model", messages=MESSAGES, seed=1, max_tokens=NUM_TOKENS, logprobs=True, top_logprobs=2
+    )
+    stream = client.chat.completions.create(
+        model="model", messages=MESSAGES, seed=1, max_tokens=NUM_TOKENS, logprobs=True, top_logprobs=2, stream=True
+    )
+
+    streamed = [entry for chunk in stream if (found := chunk.choices[0].logprobs) for entry in found.content or []]
+
+    assert whole.choices[0].logprobs is not None
+    expected = whole.choices[0].logprobs.content or []
+    assert [entry.token for entry in streamed] == [entry.token for entry in expected]
+    assert [entry.logprob for entry in streamed] == pytest.approx([entry.logprob for entry in expected], abs=1e-3)
+    assert whole.usage is not None
+    assert len(streamed) == whole.usage.completion_tokens
+
+
+def test_completion_log_probabilities_are_four_parallel_lists(client: OpenAI, reference: Reference) -> None:
+    prompt = reference.tokenizer("A block holds").input_ids
+    tokens = reference.greedy(prompt, 12)
+    truth = reference.logprobs(prompt, tokens)
+
+    answer = client.completions.create(model="model", prompt=prompt, temperature=0, max_tokens=12, logprobs=3)
+
+    found = answer.choices[0].logprobs
+    assert found is not None
+    chosen = [float(row[token]) for row, token in zip(truth, tokens, strict=True)]
+    assert found.token_logprobs == pytest.approx(chosen, abs=1e-3)
+    assert [len(top) for top in found.top_logprobs or []] == [3] * 12
+    assert found.text_offset is not None
+    assert found.text_offset[0] == 0
+    for token, offset in zip(found.tokens or [], found.text_offset, strict=True):
+        if not token.startswith("bytes:"):
+            # An incomplete character before the token is written when the token shows that it stays incomplete.
+            assert answer.choices[0].text[offset:].lstrip("\ufffd").startswith(token.lstrip("\ufffd"))
+
+
+def test_a_large_logit_bias_decides_and_a_negative_one_forbids(client: OpenAI, reference: Reference) -> None:
+    [first, *_] = reference.greedy(reference.prompt())
+    [wanted] = reference.tokenizer("x", add_special_tokens=False).input_ids
+
+    forced = client.chat.completions.create(
+        model="model", messages=MESSAGES, max_tokens=5, temperature=0, logit_bias={str(wanted): 100}
+    )
+    avoided = client.chat.completions.create(
+        model="model", messages=MESSAGES, max_tokens=1, temperature=0, logit_bias={str(first): -100}, logprobs=True
+    )
+
+    assert forced.choices[0].message.content == "xxxxx"
+    assert avoided.choices[0].logprobs is not None
+    assert (
+        bytes((avoided.choices[0].logprobs.content or [])[0].bytes or [])
+        != reference.tokenizer.decode([first]).encode()
+    )
+
+
+def test_a_seed_gives_the_same_text_alone_and_in_a_crowd(server: RunningServer) -> None:
+    def answer(seed: int) -> str:
+        body = {"messages": MESSAGES, "seed": seed, "max_tokens": 30, "temperature": 1.0, "model": "model"}
+        return str(server.post("/v1/chat/completions", **body).json()["choices"][0]["message"]["content"])
+
+    alone = [answer(seed) for seed in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        crowd = list(pool.map(answer, range(6)))
+
+    assert crowd == alone
+    assert len(set(alone)) == 6
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_stop_string_that_spans_tokens_is_found(client: OpenAI, reference: Reference, is_stream: bool) -> None:
+    prompt = reference.tokenizer("A block holds").input_ids
+    text = reference.tokenizer.decode(reference.greedy(prompt), skip_special_tokens=True)
+    assert isinstance(text, str)
+    stop = text[9:16]
+
+    if is_stream:
+        chunks = client.completions.create(
+            model="model", prompt=prompt, temperature=0, max_tokens=NUM_TOKENS, stop=stop, stream=True
+        )
+        shown = "".join(chunk.choices[0].text for chunk in chunks)
+    else:
+        whole = client.completions.create(model="model", prompt=prompt, temperature=0, max_tokens=NUM_TOKENS, stop=stop)
+        shown = whole.choices[0].text
+
+    assert shown == text[: text.index(stop)]
+
+
+@pytest.mark.model
+def test_the_embedded_model_knows_the_capital_of_france_in_a_stream_and_without() -> None:
+    with model_server(embedded_model_folder(), max_model_len=512, num_blocks=129) as server, server.openai() as client:
+        messages: list[ChatCompletionMessageParam] = [
+            {"role": "user", "content": "What is the capital of France? Answer briefly."}
+        ]
+        whole = client.chat.completions.create(model="model", messages=messages, temperature=0, max_tokens=20)
+        stream = client.chat.completions.create(
+            model="model", messages=messages, temperature=0, max_tokens=20, stream=True
+        )
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+        assert whole.choices[0].message.content == streamed == "The capital of France is Paris."
+        assert whole.choices[0].finish_reason == "stop"
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model="model", messages=messages, max_tokens=600)
