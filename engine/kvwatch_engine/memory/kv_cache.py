@@ -1,10 +1,10 @@
 """The tensor behind the blocks. Its layout is drawn in engine/README.md, section "KV cache layout"."""
 
 import torch
-from kvwatch_kernels.block_copy import block_copy
 
 from kvwatch_engine.contracts.cache import KVCacheSpec
 from kvwatch_engine.contracts.step import Int64Array
+from kvwatch_kernels.block_copy import block_copy
 
 
 class KVCache:

@@ -1,0 +1,86 @@
+"""From the name of a model to something that computes."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvwatch_engine.contracts.cache import KVCacheSpec
+from kvwatch_engine.contracts.model import ModelInfo
+from kvwatch_engine.model.decoder import Decoder
+from kvwatch_engine.model.decoder_config import decoder_config, read_config
+from kvwatch_engine.model.dtypes import choose_dtype
+from kvwatch_engine.model.fingerprint import weights_fingerprint
+from kvwatch_engine.model.generation import eos_token_ids, read_generation_config, sampling_defaults
+from kvwatch_engine.model.rope import rotary_embedding
+from kvwatch_engine.model.sources import resolve_source
+from kvwatch_engine.model.weights import load_weights, weight_files
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory."""
+
+    info: ModelInfo
+    decoder: Decoder
+
+    def cache_spec(self, block_size: int) -> KVCacheSpec:
+        """Return the shape of a KV cache for this model with blocks of `block_size` tokens."""
+        info = self.info
+        return KVCacheSpec(
+            num_layers=info.num_layers,
+            num_kv_heads=info.num_kv_heads,
+            head_dim=info.head_dim,
+            block_size=block_size,
+            dtype=info.dtype,
+        )
+
+
+def load_model(
+    source: str, *, dtype: str = "auto", served_name: str | None = None, cache_dir: Path | None = None
+) -> LoadedModel:
+    """Load a model.
+
+    A GGUF file (and the embedded model is one) is converted at its first use, which takes some 20 s; after that a
+    start reads plain safetensors.
+
+    Args:
+        source: `embedded`, a Hugging Face folder, a .gguf file, or a name on the hub (`owner/model`).
+        dtype: `auto`, `float32` or `bfloat16`, see `choose_dtype`.
+        served_name: name under which the model is served; none takes it from the source.
+        cache_dir: where converted models are kept; none means `sources.default_cache_dir()`.
+
+    Raises:
+        ModelError: the model does not exist, is damaged, or of a kind that is not supported.
+    """
+    choice = choose_dtype(dtype)
+    found = resolve_source(source, cache_dir)
+    config = read_config(found.folder)
+    shape = decoder_config(config)
+    rotary = rotary_embedding(config, shape.head_dim)
+    generation = read_generation_config(found.folder)
+    files = weight_files(found.folder)
+    # Hashing frees the interpreter, so it runs beside the loading, which mostly waits for memory.
+    with ThreadPoolExecutor(1, thread_name_prefix="fingerprint") as executor, torch.inference_mode():
+        fingerprint = executor.submit(weights_fingerprint, files)
+        weights = load_weights(files, shape, choice.dtype)
+    info = ModelInfo(
+        name=served_name or found.name,
+        folder=found.folder,
+        architecture=shape.architecture,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        max_position=shape.max_position,
+        eos_token_ids=eos_token_ids(found.folder, generation, config),
+        sampling_defaults=sampling_defaults(generation),
+        dtype=choice.name,
+        dtype_reason=choice.reason,
+        weights_fingerprint=fingerprint.result(),
+        weights_bytes=weights.num_bytes,
+    )
+    return LoadedModel(info, Decoder(shape, weights, rotary))

@@ -1,0 +1,77 @@
+"""Rotary position embeddings, with the frequencies that transformers computes for a configuration."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvwatch_engine.contracts.errors import ModelError
+
+# `dynamic` changes its frequencies only beyond max_position_embeddings, which is the longest context served here.
+# `longrope` changes them in the middle of a sequence, which would invalidate keys that are already in the cache.
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryEmbedding:
+    """Frequencies of one model."""
+
+    inverse_frequencies: torch.Tensor
+    """f32[head_dim / 2], radians per position."""
+    scaling: float
+    """Factor on sine and cosine (yarn)."""
+
+    def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine of each position's angles, to be used by all layers of a step.
+
+        Args:
+            positions: i64[num_tokens].
+            dtype: dtype of queries and keys; the angles are computed in float32 in any case.
+
+        Returns:
+            Two tensors `dtype[num_tokens, 1, head_dim / 2]`; the middle dimension spans the heads.
+        """
+        angles = (positions[:, None].float() * self.inverse_frequencies)[:, None]
+        return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
+
+
+def rotary_embedding(config: PreTrainedConfig, head_dim: int) -> RotaryEmbedding:
+    """Return the rotary embedding of a transformers configuration.
+
+    Raises:
+        ModelError: the rope type is not supported, or rotates only a part of each head.
+    """
+    parameters = config.rope_parameters
+    rope_type = parameters["rope_type"]
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        raise ModelError(f"rope type {rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")
+    if rope_type == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    else:
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    if len(frequencies) != head_dim // 2:
+        raise ModelError(
+            f"rope rotates {2 * len(frequencies)} of {head_dim} dimensions of each head; only whole heads are supported"
+        )
+    return RotaryEmbedding(frequencies, float(scaling))
+
+
+def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rotate queries or keys to their positions: dimension i turns together with dimension i + head_dim / 2.
+
+    Args:
+        heads: `[num_tokens, num_heads, head_dim]`, any strides.
+        cosine: `[num_tokens, 1, head_dim / 2]`.
+        sine: `[num_tokens, 1, head_dim / 2]`.
+
+    Returns:
+        A new contiguous tensor of the same shape and dtype.
+    """
+    half = heads.shape[-1] // 2
+    first, second = heads[..., :half], heads[..., half:]
+    rotated = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    torch.mul(first, cosine, out=rotated[..., :half]).addcmul_(second, sine, value=-1)
+    torch.mul(second, cosine, out=rotated[..., half:]).addcmul_(first, sine)
+    return rotated

@@ -1,0 +1,178 @@
+"""Reads safetensors files straight into fused weights."""
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvwatch_engine.contracts.errors import ModelError
+from kvwatch_engine.model.decoder import DecoderWeights, LayerWeights
+from kvwatch_engine.model.decoder_config import DecoderConfig
+from kvwatch_engine.model.linear import Linear
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+# Old checkpoints carry tables that are computed from the configuration.
+_COMPUTED_SUFFIX = "rotary_emb.inv_freq"
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """Return the safetensors files of a model folder, sharded or not.
+
+    Raises:
+        ModelError: there are none, or one that the index names is missing.
+    """
+    index = folder / _INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"{index} is not a valid index of weight files: {error!r}") from error
+        files = tuple(folder / Path(name).name for name in names)
+    else:
+        files = (folder / _SINGLE,)
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {', '.join(missing)}; only safetensors weights (or a GGUF file) can be loaded"
+        )
+    return files
+
+
+class TensorFiles:
+    """Tensors of several safetensors files by name. A context manager; remembers which tensors were taken."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._stack = ExitStack()
+        self._handles: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Open all files.
+
+        Raises:
+            ModelError: a file is damaged.
+        """
+        for file in self._files:
+            try:
+                handle = self._stack.enter_context(safe_open(str(file), framework="pt"))
+            except (SafetensorError, OSError) as error:
+                self._stack.close()
+                raise ModelError(f"{file.name} is not a readable safetensors file: {error}") from error
+            self._handles.update(dict.fromkeys(handle.keys(), handle))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close all files."""
+        self._stack.close()
+
+    @property
+    def remaining(self) -> list[str]:
+        """Names of tensors that nobody took."""
+        return sorted(self._handles)
+
+    def discard(self, name: str) -> None:
+        """Count a tensor as taken, whether it is there or not."""
+        self._handles.pop(name, None)
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor in the wanted dtype; each can be taken once.
+
+        Raises:
+            ModelError: it is missing, or not of this shape.
+        """
+        handle = self._handles.pop(name, None)
+        if handle is None:
+            raise ModelError(f"the weights lack {name}; configuration and weights do not belong together")
+        tensor: torch.Tensor = handle.get_tensor(name)
+        if tensor.shape != shape:
+            raise ModelError(f"{name} has shape {tuple(tensor.shape)}, but the configuration asks for {shape}")
+        return tensor.to(dtype)
+
+
+def load_weights(files: Sequence[Path], config: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
+    """Load a decoder's weights.
+
+    Args:
+        files: see `weight_files`.
+        config: shape of the decoder.
+        dtype: float32 or bfloat16, to compute in.
+
+    Raises:
+        ModelError: tensors are missing, of the wrong shape, or left over (they would change the result).
+    """
+    with TensorFiles(files) as tensors:
+        weights = _Builder(tensors, config, dtype).decoder()
+        left = [name for name in tensors.remaining if not name.endswith(_COMPUTED_SUFFIX)]
+    if left:
+        raise ModelError(f"{len(left)} weights are not part of {config.architecture}: {', '.join(left[:5])}")
+    return weights
+
+
+class _Builder:
+    """Assembles fused weights from a checkpoint's tensors."""
+
+    def __init__(self, tensors: TensorFiles, config: DecoderConfig, dtype: torch.dtype) -> None:
+        self._tensors = tensors
+        self._config = config
+        self._dtype = dtype
+        self._num_bytes = 0
+
+    def decoder(self) -> DecoderWeights:
+        config = self._config
+        table_shape = (config.vocab_size, config.hidden_size)
+        # A copy: the table must not change with the file that it is mapped from.
+        embedding = self._counted(self._tensors.take("model.embed_tokens.weight", table_shape, self._dtype).clone())
+        if config.has_tied_embeddings:
+            self._tensors.discard("lm_head.weight")
+            # The product reads another layout than the lookup does, so a packed copy is kept beside the table.
+            logits = Linear(embedding)
+        else:
+            logits = Linear(self._tensors.take("lm_head.weight", table_shape, self._dtype))
+        self._num_bytes += logits.num_bytes
+        layers = tuple(self._layer(f"model.layers.{index}.") for index in range(config.num_layers))
+        norm = self._vector("model.norm.weight", config.hidden_size)
+        return DecoderWeights(embedding=embedding, layers=layers, norm=norm, logits=logits, num_bytes=self._num_bytes)
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        config = self._config
+        query_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        qkv = [(attention + "q_proj", query_size), (attention + "k_proj", kv_size), (attention + "v_proj", kv_size)]
+        gate_up = [(mlp + "gate_proj", config.intermediate_size), (mlp + "up_proj", config.intermediate_size)]
+        output, down = [(attention + "o_proj", config.hidden_size)], [(mlp + "down_proj", config.hidden_size)]
+        return LayerWeights(
+            attention_norm=self._vector(prefix + "input_layernorm.weight", config.hidden_size),
+            qkv=self._fused(qkv, config.hidden_size, config.has_qkv_bias),
+            qk_norm=self._qk_norm(attention) if config.has_qk_norm else None,
+            output=self._fused(output, query_size, config.has_output_bias),
+            mlp_norm=self._vector(prefix + "post_attention_layernorm.weight", config.hidden_size),
+            gate_up=self._fused(gate_up, config.hidden_size, config.has_mlp_bias),
+            down=self._fused(down, config.intermediate_size, config.has_mlp_bias),
+        )
+
+    def _fused(self, parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> Linear:  # noqa: FBT001 (private)
+        """Return one layer that computes the outputs of several, one after the other."""
+        take, dtype = self._tensors.take, self._dtype
+        weight = torch.cat([take(f"{name}.weight", (size, in_features), dtype) for name, size in parts])
+        bias = torch.cat([take(f"{name}.bias", (size,), dtype) for name, size in parts]) if has_bias else None
+        layer = Linear(weight, bias)
+        self._num_bytes += layer.num_bytes
+        return layer
+
+    def _qk_norm(self, attention: str) -> torch.Tensor:
+        config = self._config
+        query, key = (self._vector(f"{attention}{name}_norm.weight", config.head_dim) for name in "qk")
+        return torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
+
+    def _vector(self, name: str, size: int) -> torch.Tensor:
+        return self._counted(self._tensors.take(name, (size,), self._dtype).clone())
+
+    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._num_bytes += tensor.nbytes
+        return tensor
