@@ -18,7 +18,7 @@ from kvwatch_engine.contracts.step import StepResult
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.scheduling.lifecycle import Lifecycle
 from kvwatch_engine.scheduling.policy import TokenBudget, WatermarkAdmission, newest_first_victim
-from kvwatch_engine.scheduling.request import Request, Sequence, WaitReason
+from kvwatch_engine.scheduling.request import Request, RequestState, Sequence, WaitReason
 from kvwatch_engine.scheduling.step_builder import Chunk, ScheduledStep, build_step, end_token_ids
 
 
@@ -75,7 +75,7 @@ class Scheduler:
     def _schedule_sequence(self, sequence: Sequence, budget: TokenBudget, chunks: dict[Sequence, Chunk]) -> None:
         """Add a running sequence's next tokens to the step, preempting others when blocks are short."""
         request = sequence.request
-        if request not in self.lifecycle.running:
+        if request.state is not RequestState.RUNNING:
             return  # it was preempted in favour of an earlier one
         num_tokens = budget.chunk_for(sequence)
         if num_tokens == 0:

@@ -1,0 +1,1 @@
+"""The kernels for CPUs, compiled by Numba on the user's machine. See kernels/README.md."""

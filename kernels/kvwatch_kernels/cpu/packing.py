@@ -1,0 +1,217 @@
+"""Find a tile's keys and values through the block table and bring them into float32 scratch.
+
+A tile is `TILE` consecutive token positions, starting at a multiple of `TILE`, whatever the block size. Keys are
+transposed on the way (sixteen by sixteen in registers), so that a score is a sum over rows of scratch with one key per
+lane; values keep their rows. This is the only place that knows block tables and cache strides.
+"""
+
+from typing import Any
+
+import numba
+from llvmlite import ir
+from numba.core import types
+from numba.core.typing.templates import signature
+
+from kvwatch_kernels.cpu.compiled import subroutine
+from kvwatch_kernels.cpu.fields import (
+    BLOCK_SIZE,
+    FAULT,
+    FAULT_BLOCK_ID,
+    FAULT_VALUE,
+    KEY_BLOCK_BYTES,
+    KEY_CACHE,
+    KEY_HEAD_BYTES,
+    KEY_TOKEN_BYTES,
+    NUM_BLOCKS,
+    VALUE_BLOCK_BYTES,
+    VALUE_CACHE,
+    VALUE_HEAD_BYTES,
+    VALUE_TOKEN_BYTES,
+)
+from kvwatch_kernels.cpu.memory import (
+    BF16_POINTER,
+    F32_POINTER,
+    I64_POINTER,
+    Pointer,
+    advance,
+    emit_gather,
+    load,
+    load_some,
+    pointer_like,
+    prefetch,
+    read,
+    read_float,
+    store,
+    write,
+)
+from kvwatch_kernels.cpu.micro_gemm import TILE
+from kvwatch_kernels.cpu.vectors import F32_LANES, I32_LANES, I64, LANES, emitted_for
+
+CACHE_LINE_BYTES = 64
+CACHE_POINTERS = (F32_POINTER, BF16_POINTER)
+
+
+def _transpose_quads(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Emit the transpose of each aligned 4 x 4 piece of four vectors: two rounds that swap at distance 1 and 2."""
+    for distance in (1, 2):
+        low = [lane if not lane & distance else LANES + lane - distance for lane in range(LANES)]
+        high = [lane + distance if not lane & distance else LANES + lane for lane in range(LANES)]
+        swapped = list(rows)
+        for first in (row for row in range(4) if not row & distance):
+            pair = rows[first], rows[first + distance]
+            swapped[first] = builder.shuffle_vector(*pair, ir.Constant(I32_LANES, low))
+            swapped[first + distance] = builder.shuffle_vector(*pair, ir.Constant(I32_LANES, high))
+        rows = swapped
+    return rows
+
+
+def _store_column(builder: ir.IRBuilder, column: ir.Value, target: ir.Value, index: int) -> None:
+    place = builder.gep(target, [ir.Constant(I64, index * TILE)])
+    builder.store(column, builder.bitcast(place, F32_LANES.as_pointer()), align=4)
+
+
+@emitted_for(*(signature(types.void, cache, I64_POINTER, types.int64, F32_POINTER) for cache in CACHE_POINTERS))
+def load_transposed(
+    builder: ir.IRBuilder, sig: Any, like: ir.Value, addresses: ir.Value, offset: ir.Value, target: ir.Value
+) -> None:
+    """Write elements `offset` to `offset + 15` of sixteen rows as sixteen columns.
+
+    `load_transposed(like, addresses, offset, target)`: `addresses` holds the rows' addresses, whose elements are of
+    `like`'s type; row d of `target`, `TILE` floats after row d - 1, receives element `offset + d` of every row.
+    """
+    builder.function.attributes.add("noinline")  # once is enough: it is long
+    rows = []
+    for row in range(LANES):
+        address = builder.load(builder.gep(addresses, [ir.Constant(I64, row)]))
+        rows.append(builder.gep(builder.inttoptr(address, like.type), [offset]))
+    # Rows r, r + 4, r + 8, r + 12 meet in one vector as they are loaded, which is cheaper than shuffling them together.
+    for quad in range(0, LANES, 4):
+        quads = []
+        for first in range(4):
+            pieces = [builder.gep(rows[row], [ir.Constant(I64, quad)]) for row in range(first, LANES, 4)]
+            quads.append(emit_gather(builder, pieces, sig.args[0]))
+        for index, column in enumerate(_transpose_quads(builder, quads)):
+            _store_column(builder, column, target, quad + index)
+
+
+@subroutine
+def locate_rows(params: Pointer, table: Pointer, head: int, first: int, end: int, rows: Pointer) -> None:
+    """Write the addresses of the keys and values of a tile's tokens.
+
+    A block id outside of the cache is reported in `FAULT` and read as block 0, so that nothing beyond the cache is
+    touched.
+
+    Args:
+        params: see `fields.py`.
+        table: i32[max_blocks], the sequence's block table.
+        head: KV head.
+        first: the tile's first token position.
+        end: positions from here on are not visible to any query. The keys' addresses are padded to a multiple of 16
+            with that of position `end - 1`.
+        rows: i64[2, TILE], addresses of keys, then of values.
+    """
+    block_size = read(params, BLOCK_SIZE)
+    key_base = read(params, KEY_CACHE) + head * read(params, KEY_HEAD_BYTES)
+    value_base = read(params, VALUE_CACHE) + head * read(params, VALUE_HEAD_BYTES)
+    key_block, value_block = read(params, KEY_BLOCK_BYTES), read(params, VALUE_BLOCK_BYTES)
+    key_token, value_token = read(params, KEY_TOKEN_BYTES), read(params, VALUE_TOKEN_BYTES)
+    count = min(end - first, TILE)
+    index = first // block_size
+    offset = first - index * block_size
+    row = 0
+    while row < count:
+        block = block_at(params, table, index)
+        key = key_base + block * key_block + offset * key_token
+        value = value_base + block * value_block + offset * value_token
+        for _ in range(min(block_size - offset, count - row)):
+            write(rows, row, key)
+            write(rows, TILE + row, value)
+            key += key_token
+            value += value_token
+            row += 1
+        offset = 0
+        index += 1
+    for padding in range(row, -(-count // LANES) * LANES):
+        write(rows, padding, read(rows, count - 1))
+
+
+@subroutine
+def block_at(params: Pointer, table: Pointer, index: int) -> int:
+    """Entry `index` of a block table, checked against the cache (see `locate_rows`)."""
+    block: int = numba.int64(read(table, index))
+    if block < 0 or block >= read(params, NUM_BLOCKS):
+        write(params, FAULT, FAULT_BLOCK_ID)
+        write(params, FAULT_VALUE, block)
+        return 0
+    return block
+
+
+@subroutine
+def prefetch_rows(rows: Pointer, count: int, row_bytes: int) -> None:
+    """Ask for the cache lines of the first `count` rows whose addresses are in `rows`, an i64 array."""
+    for row in range(count):
+        address = read(rows, row)
+        for offset in range(0, row_bytes, CACHE_LINE_BYTES):
+            prefetch(address + offset)
+
+
+@subroutine
+def pack_keys(
+    like: Pointer,
+    rows: Pointer,
+    count: int,
+    head_dim: int,
+    keys: Pointer,
+    next_rows: Pointer,
+    next_count: int,
+    row_bytes: int,
+) -> None:
+    """Transpose a tile's keys into scratch, and ask for those of the next tile meanwhile.
+
+    Args:
+        like: pointer of the cache's dtype; only its type is used.
+        rows: i64[TILE], addresses of the keys.
+        count: keys that somebody sees; the rest of the last sixteen is filled with whatever `rows` says.
+        head_dim: elements of a key.
+        keys: f32[head_dim, TILE], overwritten: one key per lane, one element per row.
+        next_rows: i64[TILE], addresses of the next tile's keys.
+        next_count: keys of the next tile; none if not positive.
+        row_bytes: bytes of a key.
+    """
+    whole = head_dim // LANES * LANES
+    for first in range(0, count, LANES):
+        prefetch_rows(advance(next_rows, first), min(next_count - first, LANES), row_bytes)
+        target = advance(keys, first)
+        addresses = advance(rows, first)
+        for offset in range(0, whole, LANES):
+            load_transposed(like, addresses, offset, advance(target, offset * TILE))
+        for offset in range(whole, head_dim):
+            for row in range(LANES):
+                key = pointer_like(like, read(addresses, row))
+                write(target, offset * TILE + row, read_float(key, offset))
+
+
+@subroutine
+def pack_values(like: Pointer, rows: Pointer, count: int, head_dim: int, padded_dim: int, values: Pointer) -> None:
+    """Copy a tile's values into scratch as float32, padded with zeros.
+
+    Args:
+        like: pointer of the cache's dtype; only its type is used.
+        rows: i64[TILE], addresses of the values.
+        count: values to copy.
+        head_dim: elements of a value.
+        padded_dim: elements of a row of `values`.
+        values: f32[TILE, padded_dim], overwritten.
+    """
+    for row in range(count):
+        copy_row(pointer_like(like, read(rows, row)), head_dim, padded_dim, advance(values, row * padded_dim))
+
+
+@subroutine
+def copy_row(source: Pointer, head_dim: int, padded_dim: int, target: Pointer) -> None:
+    """Copy one row of `head_dim` elements as float32, padded with zeros to `padded_dim`, a multiple of 16."""
+    whole = head_dim // LANES * LANES
+    for offset in range(0, whole, LANES):
+        store(advance(target, offset), load(advance(source, offset)))
+    for offset in range(whole, padded_dim, LANES):
+        store(advance(target, offset), load_some(advance(source, offset), max(head_dim - offset, 0)))

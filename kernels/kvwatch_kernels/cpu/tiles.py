@@ -1,0 +1,291 @@
+"""Attention of one query tile over one split of its context, in float32 scratch."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvwatch_kernels.cpu.compiled import inlined, subroutine
+from kvwatch_kernels.cpu.fields import (
+    ELEMENT_BYTES,
+    GROUP_SIZE,
+    HEAD_DIM,
+    OUT,
+    OUT_HEAD_STRIDE,
+    OUT_TOKEN_STRIDE,
+    QUERY,
+    QUERY_HEAD_STRIDE,
+    QUERY_TOKEN_STRIDE,
+    SCALE,
+    WINDOW,
+)
+from kvwatch_kernels.cpu.memory import (
+    Pointer,
+    advance,
+    load,
+    pointer_like,
+    read,
+    store,
+    store_some,
+    write,
+)
+from kvwatch_kernels.cpu.micro_gemm import (
+    MAX_ROWS,
+    NARROW,
+    TILE,
+    WIDE,
+    multiply,
+    multiply_onto_in_place,
+    multiply_onto_narrow,
+    multiply_onto_wide,
+)
+from kvwatch_kernels.cpu.packing import copy_row, locate_rows, pack_keys, pack_values, prefetch_rows
+from kvwatch_kernels.cpu.scratch import Worker
+from kvwatch_kernels.cpu.softmax import softmax_row
+from kvwatch_kernels.cpu.vectors import LANES, float_of_bits, splat
+
+SPLIT = 256
+"""Token positions whose weighted values are summed up on their own. Part of the reduction order, as `TILE` is."""
+
+
+class QueryTile(NamedTuple):
+    """Consecutive queries of one sequence, for the query heads of one KV head.
+
+    Row = query * group size + head of the group.
+    """
+
+    first_token: int
+    """Where the first query lies in the packed batch."""
+    first_position: int
+    """Position of the first query in its sequence."""
+    num_queries: int
+    num_rows: int
+    head: int
+    """KV head."""
+    table: Pointer
+    """i32[max_blocks]: the sequence's block table."""
+
+
+@subroutine
+def first_visible(params: Pointer, position: int) -> int:
+    """First position that the query at `position` sees."""
+    position -= read(params, WINDOW) - 1
+    return max(0, position)
+
+
+@subroutine
+def visible_in_tile(params: Pointer, tile: QueryTile, row: int, first: int) -> tuple[int, int]:
+    """Keys (first, end) that a row sees of the tile of tokens that starts at position `first`, relative to it."""
+    position = tile.first_position + row // read(params, GROUP_SIZE)
+    return max(first_visible(params, position) - first, 0), min(position + 1 - first, TILE)
+
+
+@subroutine
+def head_row(tile: QueryTile, group_size: int, row: int, token_stride: int, head_stride: int) -> int:
+    """Offset in elements of a row's head in a tensor [num_tokens, num_heads, head_dim]."""
+    query = row // group_size
+    head = tile.head * group_size + (row - query * group_size)
+    return (tile.first_token + query) * token_stride + head * head_stride
+
+
+@subroutine
+def load_queries(worker: Worker, tile: QueryTile) -> None:
+    """Bring the tile's queries into scratch as float32, times scale and log2(e)."""
+    params, padded = worker.params, worker.padded
+    scale = splat(float_of_bits(read(params, SCALE)))
+    base = pointer_like(worker.like, read(params, QUERY))
+    token_stride, head_stride = read(params, QUERY_TOKEN_STRIDE), read(params, QUERY_HEAD_STRIDE)
+    for row in range(tile.num_rows):
+        source = advance(base, head_row(tile, read(params, GROUP_SIZE), row, token_stride, head_stride))
+        target = advance(worker.scratch.queries, row * padded)
+        copy_row(source, read(params, HEAD_DIM), padded, target)
+        for offset in range(0, padded, LANES):
+            store(advance(target, offset), load(advance(target, offset)) * scale)
+
+
+@subroutine
+def store_outputs(worker: Worker, tile: QueryTile) -> None:
+    """Divide each row's merged sums by its merged total and write it out; a row that saw nothing is zero."""
+    params, scratch = worker.params, worker.scratch
+    head_dim = read(params, HEAD_DIM)
+    whole = head_dim // LANES * LANES
+    base = pointer_like(worker.like, read(params, OUT))
+    token_stride, head_stride = read(params, OUT_TOKEN_STRIDE), read(params, OUT_HEAD_STRIDE)
+    for row in range(tile.num_rows):
+        target = advance(base, head_row(tile, read(params, GROUP_SIZE), row, token_stride, head_stride))
+        source = advance(scratch.merged_sums, row * worker.padded)
+        total = read(scratch.merged_total, row)
+        divisor = splat(total if total != np.float32(0.0) else np.float32(1.0))
+        for offset in range(0, whole, LANES):
+            store(advance(target, offset), load(advance(source, offset)) / divisor)
+        if whole < head_dim:
+            store_some(advance(target, whole), head_dim - whole, load(advance(source, whole)) / divisor)
+
+
+@subroutine
+def reads_values_in_place(worker: Worker, tile: QueryTile) -> bool:
+    """Whether values are read where they lie: packing them pays only if they are used for many rows."""
+    return tile.num_rows <= MAX_ROWS and read(worker.params, HEAD_DIM) % WIDE == 0
+
+
+@inlined
+def score_keys(worker: Worker, tile: QueryTile) -> None:
+    """Scores of all rows against the tile's packed keys."""
+    scratch = worker.scratch
+    head_dim = read(worker.params, HEAD_DIM)
+    row = 0
+    while row < tile.num_rows:
+        count = min(tile.num_rows - row, MAX_ROWS)
+        queries = advance(scratch.queries, row * worker.padded)
+        target = advance(scratch.scores, row * TILE)
+        multiply(queries, worker.padded, scratch.keys, TILE, head_dim, target, TILE, count)
+        row += count
+
+
+@inlined
+def weigh_keys(worker: Worker, tile: QueryTile, first: int) -> None:
+    """Turn all rows' scores of the tile that starts at position `first` into weights."""
+    scratch = worker.scratch
+    for row in range(tile.num_rows):
+        begin, end = visible_in_tile(worker.params, tile, row, first)
+        softmax_row(
+            advance(scratch.scores, row * TILE),
+            begin,
+            end,
+            advance(scratch.largest, row),
+            advance(scratch.total, row),
+            advance(scratch.rescale, row),
+        )
+
+
+@inlined
+def add_values(worker: Worker, tile: QueryTile, first: int, values: Pointer) -> None:
+    """Rescale the sums and add the tile's values, weighted, over what each row sees; ascending per row.
+
+    Args:
+        worker: its scratch holds the weights, and the packed values unless they are read in place.
+        tile: the queries.
+        first: position of the tile's first token.
+        values: i64[TILE], addresses of the values.
+    """
+    strip = 0
+    while strip < worker.padded:
+        row = 0
+        while row < tile.num_rows:
+            count = min(tile.num_rows - row, MAX_ROWS)
+            add_values_to_rows(worker, tile, first, values, strip, row, count)
+            row += count
+        strip += WIDE if worker.padded - strip >= WIDE else NARROW
+
+
+@inlined
+def add_values_to_rows(
+    worker: Worker, tile: QueryTile, first: int, values: Pointer, strip: int, row: int, count: int
+) -> None:
+    """`add_values` for `count` rows from `row` on and one strip: first what all see together, the rest row by row.
+
+    A value outside of a row's visible keys is never touched for that row, not even with weight zero: it may be NaN.
+    """
+    begin, end = visible_in_tile(worker.params, tile, row, first)
+    last_begin, last_end = visible_in_tile(worker.params, tile, row + count - 1, first)
+    rescale = worker.scratch.rescale
+    shared_end = -1
+    if last_begin == begin and begin <= end:
+        add_range(worker, tile, values, strip, row, count, begin, end, rescale)
+        if last_end == end:
+            return
+        # What is left of each row: its sums are already rescaled.
+        shared_end = end
+        rescale = worker.scratch.ones
+    for single in range(row, row + count):
+        begin, end = visible_in_tile(worker.params, tile, single, first)
+        add_range(worker, tile, values, strip, single, 1, max(begin, shared_end), end, rescale)
+
+
+@subroutine
+def add_range(
+    worker: Worker,
+    tile: QueryTile,
+    values: Pointer,
+    strip: int,
+    row: int,
+    count: int,
+    begin: int,
+    end: int,
+    rescale: Pointer,
+) -> None:
+    """Rescale one strip of the sums of `count` rows and add the weighted values `begin` to `end - 1`."""
+    scratch, padded = worker.scratch, worker.padded
+    depth = max(end - begin, 0)
+    weights = advance(scratch.scores, row * TILE + begin)
+    packed = advance(scratch.values, begin * padded + strip)
+    sums = advance(scratch.sums, row * padded + strip)
+    scales = advance(rescale, row)
+    if reads_values_in_place(worker, tile):
+        addresses = advance(values, begin)
+        multiply_onto_in_place(weights, TILE, worker.like, addresses, strip, depth, sums, padded, scales, count)
+    elif padded - strip >= WIDE:
+        multiply_onto_wide(weights, TILE, packed, padded, depth, sums, padded, scales, count)
+    else:
+        multiply_onto_narrow(weights, TILE, packed, padded, depth, sums, padded, scales, count)
+
+
+@inlined
+def start_split(worker: Worker, tile: QueryTile) -> None:
+    """Forget the last split: nothing seen, nothing summed up."""
+    scratch = worker.scratch
+    for row in range(tile.num_rows):
+        write(scratch.largest, row, np.float32(-np.inf))
+        write(scratch.total, row, np.float32(0.0))
+    for offset in range(0, tile.num_rows * worker.padded, LANES):
+        store(advance(scratch.sums, offset), splat(np.float32(0.0)))
+
+
+@subroutine
+def attend_split(worker: Worker, tile: QueryTile, split: int) -> None:
+    """Attend to one split; leaves the scratch's `largest`, `total` and `sums`.
+
+    Args:
+        worker: this thread's; its scratch holds the tile's queries.
+        tile: the queries.
+        split: positions `split * SPLIT` to `(split + 1) * SPLIT - 1`.
+    """
+    start_split(worker, tile)
+    seen_from = first_visible(worker.params, tile.first_position) // TILE * TILE
+    first = max(split * SPLIT, seen_from)
+    end = min((split + 1) * SPLIT, tile.first_position + tile.num_queries)
+    rows = worker.scratch.addresses
+    next_rows = advance(rows, 2 * TILE)
+    locate_rows(worker.params, tile.table, tile.head, first, end, rows)
+    while first < end:
+        if first + TILE < end:
+            locate_rows(worker.params, tile.table, tile.head, first + TILE, end, next_rows)
+        attend_tile(worker, tile, first, end - first, rows, next_rows)
+        rows, next_rows = next_rows, rows
+        first += TILE
+
+
+@inlined
+def attend_tile(worker: Worker, tile: QueryTile, first: int, remaining: int, rows: Pointer, next_rows: Pointer) -> None:
+    """Attend to one tile of tokens, while the next one's are asked for.
+
+    Args:
+        worker: this thread's.
+        tile: the queries.
+        first: position of the first token.
+        remaining: tokens of the split from `first` on, those of later tiles included.
+        rows: i64[2, TILE], addresses of the tokens' keys and values.
+        next_rows: i64[2, TILE], those of the next tile, if there is one.
+    """
+    params, scratch = worker.params, worker.scratch
+    head_dim = read(params, HEAD_DIM)
+    row_bytes = head_dim * read(params, ELEMENT_BYTES)
+    count = min(remaining, TILE)
+    next_count = min(remaining - TILE, TILE)
+    values = advance(rows, TILE)
+    pack_keys(worker.like, rows, count, head_dim, scratch.keys, next_rows, next_count, row_bytes)
+    prefetch_rows(advance(next_rows, TILE), next_count, row_bytes)
+    if not reads_values_in_place(worker, tile):
+        pack_values(worker.like, values, count, head_dim, worker.padded, scratch.values)
+    score_keys(worker, tile)
+    weigh_keys(worker, tile, first)
+    add_values(worker, tile, first, values)

@@ -1,0 +1,220 @@
+"""Sixteen float32 lanes as one value inside compiled code.
+
+LLVM's auto-vectoriser may reorder sums as it likes and differs from one processor to the next. Here the lanes are
+written out, so that every sum has one order everywhere: LLVM maps a vector to one AVX-512 register, two of AVX2 or four
+of SSE or NEON. `memory.py` loads and stores them.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.imputils import lower_builtin
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import models, register_model
+
+Vector: TypeAlias = float
+"""Sixteen float32 lanes inside compiled code; `+ - * /` work lane by lane."""
+Mask: TypeAlias = bool
+"""Sixteen booleans inside compiled code."""
+Emitter: TypeAlias = Callable[..., Any]
+"""A function that emits LLVM IR; once registered, compiled code calls it as if it computed."""
+
+LANES = 16
+
+F32 = ir.FloatType()
+I1, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 16, 32, 64))
+F32_LANES = ir.VectorType(F32, LANES)
+I32_LANES = ir.VectorType(I32, LANES)
+
+
+class VectorType(types.Type):
+    """Numba's type of sixteen float32 lanes."""
+
+
+class MaskType(types.Type):
+    """Numba's type of sixteen booleans."""
+
+
+VECTOR = VectorType("f32x16")
+MASK = MaskType("i1x16")
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]  # numba is untyped
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, F32_LANES)
+
+
+@register_model(MaskType)
+class _MaskModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, ir.VectorType(I1, LANES))
+
+
+def _register(function: Any, cases: tuple[Any, ...], lower: Callable[..., Any]) -> None:
+    """Let compiled code call `function`; `lower(builder, signature, *values)` emits its body for each signature."""
+    # An operator is its own key. For a new function Numba would look the key up in its module, where a decorator has
+    # not yet put it: a name serves instead.
+    key = function if function.__module__ == "_operator" else f"{function.__module__}.{function.__name__}"
+    infer_global(function, typing_key=key)(type("_Template", (ConcreteTemplate,), {"cases": list(cases)}))
+
+    def lower_call(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        value = lower(builder, sig, *args)
+        return context.get_dummy_value() if sig.return_type == types.void else value
+
+    for case in cases:
+        lower_builtin(key, *case.args)(lower_call)
+
+
+def emitted(result: Any, *parameters: Any) -> Callable[[Emitter], Emitter]:
+    """Make an emitter of LLVM IR, `emit(builder, *values) -> value`, callable from compiled code.
+
+    Args:
+        result: Numba type of the result.
+        parameters: Numba types of the parameters.
+    """
+
+    def decorate(emit: Emitter) -> Emitter:
+        _register(emit, (signature(result, *parameters),), lambda builder, _sig, *args: emit(builder, *args))
+        return emit
+
+    return decorate
+
+
+def emitted_for(*cases: Any) -> Callable[[Emitter], Emitter]:
+    """Like `emitted` for several signatures: `emit(builder, signature, *values) -> value`."""
+
+    def decorate(emit: Emitter) -> Emitter:
+        _register(emit, cases, emit)
+        return emit
+
+    return decorate
+
+
+def _register_arithmetic(operation: Callable[[Any, Any], Any], instruction: str) -> None:
+    _register(
+        operation,
+        (signature(VECTOR, VECTOR, VECTOR),),
+        lambda builder, _sig, a, b: getattr(builder, instruction)(a, b),
+    )
+
+
+_register_arithmetic(operator.add, "fadd")
+_register_arithmetic(operator.sub, "fsub")
+_register_arithmetic(operator.mul, "fmul")
+_register_arithmetic(operator.truediv, "fdiv")
+
+
+def lanes_of(constant: float) -> ir.Constant:
+    """IR constant with `constant` in every lane."""
+    return ir.Constant(F32_LANES, [constant] * LANES)
+
+
+def broadcast(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    """Emit a vector with `scalar` in every lane."""
+    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(I32_LANES, [0] * LANES))
+
+
+@emitted(VECTOR, VECTOR, VECTOR, VECTOR)
+def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """Emit `a * b + c` over lanes, rounded once."""
+    function_type = ir.FunctionType(F32_LANES, [F32_LANES] * 3)
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.fma.v16f32")
+    return builder.call(function, [a, b, c])
+
+
+@emitted(VECTOR, types.float32)
+def splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """One float32 in every lane."""
+    return broadcast(builder, value)
+
+
+@emitted(types.float32, types.int64)
+def float_of_bits(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """The float32 whose bits are the lower half of an integer."""
+    return builder.bitcast(builder.trunc(bits, I32), F32)
+
+
+@emitted(VECTOR, VECTOR, VECTOR)
+def larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Lane by lane the larger of two, `b` where either is NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@emitted(MASK, VECTOR, VECTOR)
+def is_less(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Lanes in which `a < b`; false where either is NaN."""
+    return builder.fcmp_ordered("<", a, b)
+
+
+@emitted(MASK, types.int32, types.int32)
+def lanes_between(builder: ir.IRBuilder, first: ir.Value, end: ir.Value) -> ir.Value:
+    """Lanes `first <= lane < end`; the bounds may lie outside of 0 to 16."""
+    lane = ir.Constant(I32_LANES, list(range(LANES)))
+    is_after = builder.icmp_signed(">=", lane, broadcast(builder, first))
+    return builder.and_(is_after, builder.icmp_signed("<", lane, broadcast(builder, end)))
+
+
+@emitted(VECTOR, MASK, VECTOR, VECTOR)
+def select(builder: ir.IRBuilder, mask: ir.Value, if_true: ir.Value, if_false: ir.Value) -> ir.Value:
+    """Lane by lane `if_true` where the mask is set, else `if_false`. A NaN that is not selected leaves no trace."""
+    return builder.select(mask, if_true, if_false)
+
+
+def _fold(
+    builder: ir.IRBuilder, lanes: ir.Value, combine: Callable[[ir.IRBuilder, ir.Value, ir.Value], Any]
+) -> ir.Value:
+    """Emit the combination of all lanes as a tree: lane i with i + 8, then with i + 4, i + 2, i + 1."""
+    for distance in (8, 4, 2, 1):
+        order = ir.Constant(I32_LANES, [(lane + distance) % LANES for lane in range(LANES)])
+        lanes = combine(builder, lanes, builder.shuffle_vector(lanes, lanes, order))
+    return builder.extract_element(lanes, ir.Constant(I32, 0))
+
+
+@emitted(types.float32, VECTOR)
+def sum_lanes(builder: ir.IRBuilder, lanes: ir.Value) -> ir.Value:
+    """Sum over the lanes, always in the same order."""
+    return _fold(builder, lanes, lambda builder, a, b: builder.fadd(a, b))
+
+
+@emitted(types.float32, VECTOR)
+def max_lanes(builder: ir.IRBuilder, lanes: ir.Value) -> ir.Value:
+    """The largest lane."""
+    return _fold(builder, lanes, larger)
+
+
+_ROUND_BIAS = 12582912.0  # 1.5 * 2**23: adding it leaves a small float's nearest integer in the low bits
+_EXPONENT_OF_ONE = 127 << 23
+_SMALLEST_EXPONENT = -126.0
+# 2**f for -0.5 <= f <= 0.5, least maximum relative error 2e-9, with 2**0 exactly 1.
+_COEFFICIENTS = (
+    0.00015353360504377633,
+    0.0013398875016719103,
+    0.00961843691766262,
+    0.055503323674201965,
+    0.24022647738456726,
+    0.6931471824645996,
+    1.0,
+)
+
+
+@emitted(VECTOR, VECTOR)
+def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """2 to the power of each lane, for `x <= 0`, within 1e-7 relative; 0 below 2**-126, NaN for NaN, exactly 1 at 0."""
+    bias = lanes_of(_ROUND_BIAS)
+    biased = builder.fadd(x, bias)
+    fraction = builder.fsub(x, builder.fsub(biased, bias))
+    value = lanes_of(_COEFFICIENTS[0])
+    for coefficient in _COEFFICIENTS[1:]:
+        value = fma(builder, value, fraction, lanes_of(coefficient))
+    # The integer part sits in the low bits of `biased`; moved into the exponent field it is the power of two.
+    exponent = builder.shl(builder.bitcast(biased, I32_LANES), ir.Constant(I32_LANES, [23] * LANES))
+    one = ir.Constant(I32_LANES, [_EXPONENT_OF_ONE] * LANES)
+    power = builder.bitcast(builder.add(exponent, one), F32_LANES)
+    is_tiny = builder.fcmp_ordered("<", x, lanes_of(_SMALLEST_EXPONENT))
+    return builder.select(is_tiny, lanes_of(0.0), builder.fmul(value, power))

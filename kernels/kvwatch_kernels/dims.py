@@ -1,0 +1,138 @@
+"""Names of tensor dimensions, and the checks of every public kernel.
+
+    num_tokens     tokens of a step, packed: sequence after sequence
+    num_seqs       sequences of a step
+    num_heads      query heads; a multiple of num_kv_heads
+    num_kv_heads   heads of the KV cache; num_heads / num_kv_heads query heads share one ("group")
+    head_dim       elements of one head
+    num_blocks     blocks of the cache, the null block included
+    block_size     tokens of one block
+    max_blocks     columns of the block tables
+
+Tensors are written `T[num_tokens, num_heads, head_dim]`, where T is float32, bfloat16 or float16 and the same for all
+of a call. Index arrays are `i32[...]` or `i64[...]`: NumPy arrays, or CPU tensors, which are viewed without a copy.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvwatch_kernels.errors import ShapeError
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+PAD_SLOT = -1
+"""Slot of a token that is not stored."""
+
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def index_array(
+    name: str,
+    value: npt.NDArray[np.int32] | npt.NDArray[np.int64] | Tensor,
+    dtype: type[np.signedinteger],
+    shape: Sequence[int | None],
+) -> npt.NDArray[np.signedinteger]:
+    """View an index argument as a contiguous NumPy array.
+
+    Args:
+        name: of the argument, for messages.
+        value: NumPy array or CPU tensor.
+        dtype: the integer type that it must have.
+        shape: the shape that it must have; None where any length will do.
+
+    Raises:
+        ShapeError: another dtype or shape, or not contiguous.
+    """
+    array = value.numpy(force=True) if isinstance(value, Tensor) else value
+    if array.dtype != dtype:
+        raise ShapeError(f"{name} has dtype {array.dtype}: must be {np.dtype(dtype)}")
+    if array.ndim != len(shape) or any(
+        want is not None and have != want for have, want in zip(array.shape, shape, strict=True)
+    ):
+        wanted = ", ".join("any" if length is None else str(length) for length in shape)
+        raise ShapeError(f"{name} has shape {list(array.shape)}: must be [{wanted}]")
+    if not array.flags.c_contiguous:
+        raise ShapeError(f"{name} has strides {array.strides}: must be contiguous (numpy.ascontiguousarray)")
+    return array
+
+
+def check_cache(key_cache: Tensor, value_cache: Tensor) -> None:
+    """Check a pair of caches against each other.
+
+    Args:
+        key_cache: T[num_blocks, num_kv_heads, block_size, head_dim], last dim contiguous.
+        value_cache: the same; its strides may differ.
+
+    Raises:
+        ShapeError: what does not fit.
+    """
+    if key_cache.ndim != 4 or 0 in key_cache.shape:
+        raise ShapeError(
+            f"key_cache has shape {list(key_cache.shape)}: "
+            f"must be [num_blocks, num_kv_heads, block_size, head_dim], none 0"
+        )
+    if value_cache.shape != key_cache.shape:
+        raise ShapeError(
+            f"value_cache has shape {list(value_cache.shape)}, key_cache {list(key_cache.shape)}: must agree"
+        )
+    if key_cache.dtype not in CACHE_DTYPES:
+        raise ShapeError(f"key_cache has dtype {key_cache.dtype}: must be one of {', '.join(map(str, CACHE_DTYPES))}")
+    check_like("value_cache", value_cache, key_cache)
+    check_last_dim("key_cache", key_cache)
+    check_last_dim("value_cache", value_cache)
+
+
+def check_heads(name: str, tensor: Tensor, key_cache: Tensor) -> None:
+    """Check a tensor T[num_tokens, heads, head_dim] against a cache.
+
+    Args:
+        name: of the argument, for messages.
+        tensor: T[num_tokens, heads, head_dim], last dim contiguous.
+        key_cache: T[num_blocks, num_kv_heads, block_size, head_dim].
+
+    Raises:
+        ShapeError: another number of dims, head size, dtype or device, or strided in the last dim.
+    """
+    if tensor.ndim != 3 or tensor.shape[2] != key_cache.shape[3]:
+        raise ShapeError(
+            f"{name} has shape {list(tensor.shape)}: must be [num_tokens, heads, {key_cache.shape[3]}], "
+            f"the last as in the cache"
+        )
+    check_like(name, tensor, key_cache)
+    check_last_dim(name, tensor)
+
+
+def check_like(name: str, tensor: Tensor, key_cache: Tensor) -> None:
+    """Check that a tensor has the dtype and the device of the cache.
+
+    Args:
+        name: of the argument, for messages.
+        tensor: T[...], of any shape.
+        key_cache: T[num_blocks, num_kv_heads, block_size, head_dim].
+
+    Raises:
+        ShapeError: it has not.
+    """
+    if tensor.dtype != key_cache.dtype:
+        raise ShapeError(f"{name} has dtype {tensor.dtype}, the cache {key_cache.dtype}: must agree")
+    if tensor.device != key_cache.device:
+        raise ShapeError(f"{name} is on {tensor.device}, the cache on {key_cache.device}: must agree")
+
+
+def check_last_dim(name: str, tensor: Tensor) -> None:
+    """Check that the last dim is contiguous.
+
+    Args:
+        name: of the argument, for messages.
+        tensor: T[..., head_dim].
+
+    Raises:
+        ShapeError: it is not.
+    """
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ShapeError(f"{name} has stride {tensor.stride(-1)} in its last dim: must be 1 (Tensor.contiguous)")

@@ -1,0 +1,81 @@
+"""Attention that reads keys and values in place through block tables."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvwatch_kernels.cpu.attention import compiled_paged_attention
+from kvwatch_kernels.cpu.bf16 import COMPILED_DTYPES
+from kvwatch_kernels.dims import Int32Array, check_cache, check_heads, index_array
+from kvwatch_kernels.errors import ShapeError
+from kvwatch_kernels.reference import reference_paged_attention
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    block_tables: Int32Array | Tensor,
+    query_starts: Int32Array | Tensor,
+    context_lens: Int32Array | Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of packed queries over the paged KV cache; prefill chunks and decodes mix freely.
+
+    Query i of a sequence with q queries sees the first `context_len - q + 1 + i` tokens of its context, or the last
+    `sliding_window` of those. Nothing else in the cache has any effect, even if it is NaN. On a CPU the result has the
+    same bits for any batch, chunking, block size and number of threads.
+
+    Args:
+        query: T[num_tokens, num_heads, head_dim], last dim contiguous; a slice of a fused projection will do.
+        key_cache: T[num_blocks, num_kv_heads, block_size, head_dim], last dim contiguous.
+        value_cache: T[num_blocks, num_kv_heads, block_size, head_dim], last dim contiguous.
+        block_tables: i32[num_seqs, max_blocks]. Block ids of each sequence, in order; what lies behind the context is
+            not read.
+        query_starts: i32[num_seqs + 1]. Where each sequence's queries begin in `query`; the last is num_tokens.
+        context_lens: i32[num_seqs]. Tokens visible to the last query of each sequence, itself included.
+        scale: factor of the scores.
+        sliding_window: tokens that a query sees, itself included; None for all.
+        out: T[num_tokens, num_heads, head_dim], last dim contiguous; allocated if not given. May not overlap the
+            inputs.
+
+    Returns:
+        T[num_tokens, num_heads, head_dim]: `out`.
+
+    Raises:
+        ShapeError: an argument breaks this contract. The message has its value. `out` may have been written in part
+            where a block id is to blame, else nothing was.
+    """
+    check_cache(key_cache, value_cache)
+    check_heads("query", query, key_cache)
+    num_heads, num_kv_heads = query.shape[1], key_cache.shape[1]
+    if num_heads == 0 or num_heads % num_kv_heads:
+        raise ShapeError(f"query has {num_heads} heads: must be a multiple of the cache's {num_kv_heads}")
+    if sliding_window is not None and sliding_window < 1:
+        raise ShapeError(f"sliding_window is {sliding_window}: must be at least 1, or None to see everything")
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    else:
+        check_heads("out", out, key_cache)
+        if out.shape != query.shape:
+            raise ShapeError(f"out has shape {list(out.shape)}, query {list(query.shape)}: must agree")
+    tables = index_array("block_tables", block_tables, np.int32, (None, None))
+    starts = index_array("query_starts", query_starts, np.int32, (len(tables) + 1,))
+    lens = index_array("context_lens", context_lens, np.int32, (len(tables),))
+    is_compiled = query.device.type == "cpu" and query.dtype in COMPILED_DTYPES
+    attend = compiled_paged_attention if is_compiled else reference_paged_attention
+    attend(
+        query,
+        key_cache,
+        value_cache,
+        block_tables=tables,
+        query_starts=starts,
+        context_lens=lens,
+        scale=scale,
+        sliding_window=sliding_window,
+        out=out,
+    )
+    return out
