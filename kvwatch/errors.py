@@ -1,10 +1,10 @@
 """Errors that kvwatch raises to its users; every message says the value, the limit and the remedy.
 
-    KVWatchError
-    ├── ConfigError (ValueError)     a flag, environment variable or configuration file is wrong
-    ├── SchemaError (TypeError)      an event or metric declaration is inconsistent
-    ├── ExporterError                an exporter could not start
-    └── ControlError                 the engine refused or could not answer
+KVWatchError
+├── ConfigError (ValueError)     a flag, environment variable or configuration file is wrong
+├── SchemaError (TypeError)      an event or metric declaration is inconsistent
+├── ExporterError                an exporter could not start
+└── ControlError                 the engine refused or could not answer
 """
 
 

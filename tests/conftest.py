@@ -4,6 +4,11 @@ import logging
 
 import structlog
 
+from kvwatch_engine.threads import bound_spinning
+
+# Before any test module imports torch: tests run beside servers of their own.
+bound_spinning(2000)
+
 
 def pytest_configure() -> None:
     """Logs go to the standard library, which pytest captures and shows only for tests that fail."""

@@ -28,6 +28,7 @@ from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.engine import Engine
 from kvwatch_engine.memory.sizing import default_num_blocks, free_memory_bytes, parse_bytes, parse_watermark
+from kvwatch_engine.threads import bound_spinning
 
 if TYPE_CHECKING:
     from kvwatch_engine.model.loader import LoadedModel
@@ -112,6 +113,7 @@ def serve(settings: ServeSettings) -> None:
     listen = None if settings.metrics_listen == "off" else settings.metrics_listen
     if listen is not None:
         bind(listen, "--metrics-listen").close()
+    bound_spinning()  # before torch is imported
     with bind(_join(settings.host, settings.port), "--host/--port") as bound:
         from kvwatch_engine.model.loader import load_model
         from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app

@@ -4,6 +4,10 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
+from kvwatch_engine.threads import bound_spinning
+
+bound_spinning()  # before torch is imported, as `kvwatch serve` does
+
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams

@@ -1,8 +1,8 @@
 """Who owns which block, and the tensors behind the blocks.
 
-    free_list.py      free blocks in eviction order
-    block_hash.py     names for the content of a block
-    block_pool.py     states, reference counts, prefix index; emits block events
-    block_manager.py  block tables of sequences: prefix hits, growth, forks, copy-on-write
-    kv_cache.py       the tensors (the only module here that imports torch)
+free_list.py      free blocks in eviction order
+block_hash.py     names for the content of a block
+block_pool.py     states, reference counts, prefix index; emits block events
+block_manager.py  block tables of sequences: prefix hits, growth, forks, copy-on-write
+kv_cache.py       the tensors (the only module here that imports torch)
 """
