@@ -84,7 +84,7 @@ class Soak:
 
 def soak(folder: Path, num_requests: int, seed: int) -> None:
     # A pool far too small for the load: preemption and eviction all the time.
-    flags = ["--served-model-name", MODEL, "--num-blocks", "120", "--max-num-seqs", "16", "--max-batch-tokens", "128"]
+    flags = ["--served-model-name", MODEL, "--num-blocks", "70", "--max-num-seqs", "16", "--max-batch-tokens", "128"]
     with serve_process(folder, *flags) as server:
         clients = Soak(server.api, seed)
 
@@ -96,7 +96,7 @@ def soak(folder: Path, num_requests: int, seed: int) -> None:
         assert metrics['kvwatch_kv_blocks{group="0",state="used",tier="device"}'] == 0
         cached = metrics['kvwatch_kv_blocks{group="0",state="cached",tier="device"}']
         empty = metrics['kvwatch_kv_blocks{group="",state="empty",tier="device"}']
-        assert cached + empty == metrics['kvwatch_kv_block_capacity{tier="device"}'] == 119
+        assert cached + empty == metrics['kvwatch_kv_block_capacity{tier="device"}'] == 69
         assert metrics['kvwatch_kv_orphaned_blocks{tier="device"}'] == 0
         assert metrics["kvwatch_ledger_violations_total"] == 0
         assert metrics["kvwatch_step_errors_total"] == 0
@@ -120,12 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("llama", tmp_path_factory.mktemp("model"))
 
 
-def test_200_requests_leave_nothing_behind(folder: Path) -> None:
-    """vllm#27073, vllm-ascend#16662: usage stuck near 100 % after clients had gone."""
-    soak(folder, 200, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(900)
 def test_2000_requests_leave_nothing_behind(folder: Path) -> None:
+    """vllm#27073, vllm-ascend#16662: usage stuck near 100 % after clients had gone."""
     soak(folder, 2000, seed=2)

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from builders import ROOT, LedgerFollower, emit_written, snapshot_of
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -211,7 +210,3 @@ class BlockPoolMachine(RuleBasedStateMachine):
         num_full = sequence.computed // BLOCK_SIZE
         for index, content in enumerate(chain.upto(num_full, sequence.slice)):
             self.contents[content] = sequence.tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
-
-
-BlockPoolMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
-TestBlockPool = BlockPoolMachine.TestCase

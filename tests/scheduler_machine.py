@@ -1,7 +1,6 @@
 """The scheduler under random load: fair, within its budgets, exact in its events, right in its answers."""
 
 from builders import LedgerFollower, NullModel, make_core, make_request
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -227,7 +226,3 @@ class SchedulerMachine(RuleBasedStateMachine):
             if token == EOS and not ignore_eos:
                 break
         return answer
-
-
-SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
-TestScheduler = SchedulerMachine.TestCase
