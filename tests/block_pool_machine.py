@@ -97,6 +97,21 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.sequences[child] = NaiveSequence(source.tokens[:num_tokens], shared, chain)
 
     @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), back=st.integers(0, 4), count=st.integers(1, 4))
+    def fork_end_the_parent_and_go_on(self, data: st.DataObject, back: int, count: int) -> None:
+        """The child becomes the only owner of blocks that may be full, and known to the prefix index."""
+        parent = self._any_sequence(data)
+        source = self.sequences[parent]
+        num_tokens = max(0, source.computed - back)
+        child = Owner(parent.request, 1 + max(o.sequence for o in self.sequences if o.request == parent.request))
+        shared = self.manager.fork(parent, child, num_tokens)
+        chain = source.chain.fork(num_tokens // BLOCK_SIZE)
+        self.sequences[child] = NaiveSequence([*source.tokens[:num_tokens], *[1] * count], shared, chain)
+        self.manager.release(parent, "finished")
+        del self.sequences[parent]
+        self._compute(child, num_tokens + count)
+
+    @precondition(lambda self: self.sequences)
     @rule(data=st.data(), reason=st.sampled_from(RELEASES))
     def release(self, data: st.DataObject, reason: ReleaseReason) -> None:
         """Finish, abort or preempt."""

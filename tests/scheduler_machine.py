@@ -36,7 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """
 
     @initialize(
-        num_blocks=st.integers(8, 40),
+        num_blocks=st.integers(12, 60),
         block_size=st.sampled_from([1, 2, 4, 8]),
         max_num_seqs=st.integers(3, 8),
         extra_budget=st.integers(0, 24),
@@ -109,35 +109,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.log.clock.monotonic_ns(),
         )
 
-    @rule(count=st.integers(1, 6))
+    @rule(count=st.integers(1, 12))
     def step(self, count: int) -> None:
         for _ in range(count):
             self.collect(self.core.step())
 
-    @rule(pick=st.integers(0, 10_000))
-    def abort(self, pick: int) -> None:
+    @rule(
+        kind=st.sampled_from(["abort", "stop", "fail a step", "reset"]),
+        pick=st.integers(0, 10_000),
+        sequence=st.integers(0, 3),
+    )
+    def disturb(self, kind: str, pick: int, sequence: int) -> None:
+        """One rule for all that ends things early, so that most of the time things go on."""
         live = self.core.live_request_ids()
-        if live:
+        if kind == "reset":
+            self.core.manager.pool.clear_cache()
+        elif kind == "fail a step":
+            self.model.fail_next = True
+            self.collect(self.core.step())
+            self.model.fail_next = False
+        elif live and kind == "abort":
             self.collect(self.core.abort(live[pick % len(live)]))
-
-    @rule(pick=st.integers(0, 10_000), sequence=st.integers(0, 3))
-    def stop_sequence(self, pick: int, sequence: int) -> None:
-        live = self.core.live_request_ids()
-        if live:
-            request_id = live[pick % len(live)]
-            self.core.stop_sequence(request_id, sequence)
-            if (request_id, sequence) in self.expected:
-                self.reasons.setdefault((request_id, sequence), FinishReason.STOP)
-
-    @rule()
-    def fail_a_step(self) -> None:
-        self.model.fail_next = True
-        self.collect(self.core.step())
-        self.model.fail_next = False
-
-    @rule()
-    def reset_prefix_cache(self) -> None:
-        self.core.manager.pool.clear_cache()
+        elif live:
+            key = (live[pick % len(live)], sequence)
+            self.core.stop_sequence(*key)
+            if key in self.expected:
+                self.reasons.setdefault(key, FinishReason.STOP)
 
     @rule()
     def ledger_catches_up(self) -> None:
@@ -159,6 +156,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if lifecycle.running and arrivals:
             assert max(request.arrival for request in lifecycle.running) < arrivals[0], "nobody was overtaken"
         assert all(request.state is RequestState.RUNNING for request in lifecycle.running)
+
+    @invariant()
+    def filled_slots_are_computed_tokens(self) -> None:
+        """Without any sharing, each computed token fills one slot of its own."""
+        if not hasattr(self, "core") or self.core.settings.enable_prefix_cache:
+            return
+        running = self.core.scheduler.lifecycle.running
+        if all(len(request.sequences) == 1 for request in running):
+            pool = self.core.manager.pool
+            filled = sum(pool.filled_slots[block] for block, count in enumerate(pool.ref_counts) if count)
+            assert filled == sum(request.sequences[0].num_computed for request in running)
 
     def check_step(self, step: StepInput) -> None:
         config = self.core.settings

@@ -1,5 +1,7 @@
 """Parallel samples share the prompt: computed once, held once, copied only where two would write."""
 
+from dataclasses import replace
+
 import pytest
 from builders import Recorder, make_core, make_request, run_until_idle
 
@@ -14,6 +16,7 @@ from kvwatch.telemetry.events import (
     StepScheduled,
 )
 from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.core import EngineCore
 
 
 @pytest.mark.parametrize("enable_prefix_cache", [True, False])
@@ -114,13 +117,30 @@ def test_an_abort_in_prefill_frees_blocks_at_once() -> None:
     assert [e.reason for e in recorder.drain() if isinstance(e, BlocksReleased)] == ["aborted"]
 
 
-def test_different_salts_and_weights_never_share_blocks() -> None:
-    prompt = list(range(4, 24))
-    hashes: list[set[bytes]] = []
-    for fingerprint in ("a", "b"):
-        core = make_core(weights_fingerprint=fingerprint)
-        core.add(make_request("r", prompt), 0)
+def cached_hashes(core: EngineCore) -> set[bytes]:
+    return {content for content in core.manager.pool.hashes if content is not None}
+
+
+def test_different_weights_and_block_sizes_never_share_a_hash() -> None:
+    seen: set[bytes] = set()
+    for settings in ({}, {"weights_fingerprint": "b"}, {"block_size": 8}):
+        core = make_core(None, None, **settings)
+        core.add(make_request("r", list(range(4, 24))), 0)
         run_until_idle(core)
-        hashes.append({content for content in core.manager.pool.hashes if content is not None})
-    assert hashes[0]
-    assert hashes[0].isdisjoint(hashes[1])
+        assert cached_hashes(core)
+        assert seen.isdisjoint(cached_hashes(core))
+        seen |= cached_hashes(core)
+
+
+def test_different_salts_never_share_a_block_and_equal_ones_do() -> None:
+    """CVE-2025-46570: the time to the first token tells whether somebody else sent the same prefix."""
+    log = EventLog()
+    recorder = Recorder(log)
+    core = make_core(log=log)
+    for request_id, salt in (("none", ""), ("a", "a"), ("b", "b"), ("a again", "a")):
+        request = make_request(request_id, list(range(4, 24)), max_tokens=1)
+        core.add(replace(request, cache_salt=salt), 0)
+        run_until_idle(core)
+
+    hits = {e.request: e.hit_tokens for e in recorder.drain() if isinstance(e, RequestAdmitted)}
+    assert hits == {"none": 0, "a": 0, "b": 0, "a again": 16}

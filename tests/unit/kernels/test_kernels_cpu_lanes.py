@@ -10,7 +10,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from kvwatch_kernels.cpu.memory import advance, bf16_at, f32_at, load, load_some, store, store_some
-from kvwatch_kernels.cpu.vectors import exp2, max_lanes, splat, sum_lanes
+from kvwatch_kernels.cpu.vectors import exp, exp2, max_lanes, splat, sum_lanes
 
 Compiled = Callable[[int, int, int], None]
 
@@ -100,6 +100,29 @@ def test_exp2_is_exact_at_integers_zero_for_minus_infinity_and_nan_for_nan() -> 
 
     assert values[:11].tolist()[:-1] == [1, 1, 0.5, 0.25, 0.125, 2**-126, 0, 0, 0, 0]
     assert np.isnan(values[10])
+
+
+def exp_all(source: int, target: int, count: int) -> None:
+    for index in range(0, count, 16):
+        store(advance(f32_at(target), index), exp(load(advance(f32_at(source), index))))
+
+
+def test_exp_is_within_three_units_in_the_last_place_over_its_whole_range() -> None:
+    exponents = -np.concatenate([np.linspace(0, 87.3, 1 << 20), np.logspace(-30, 1.9, 1 << 12)]).astype(np.float32)
+
+    values = apply(exp_all, exponents, np.float32, len(exponents))
+
+    truth = np.exp(exponents.astype(np.float64))
+    assert np.abs(values / truth - 1).max() < 1.5e-7
+
+
+def test_exp_is_one_at_zero_zero_far_below_and_nan_for_nan() -> None:
+    exponents = np.array([0, -0.0, -87.4, -200, -1e30, -np.inf, np.nan] + [0] * 9, dtype=np.float32)
+
+    values = apply(exp_all, exponents, np.float32, 16)
+
+    assert values[:6].tolist() == [1, 1, 0, 0, 0, 0]
+    assert np.isnan(values[6])
 
 
 def test_sums_and_maxima_cover_all_lanes() -> None:

@@ -9,16 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numba
+import numpy as np
 import pytest
 import torch
 from kernel_batches import dense_sequence, paged_batch
 from numba import types
 from numba.core.event import install_recorder
 
+from kvwatch_kernels.activation import silu_and_multiply
 from kvwatch_kernels.cpu.compiled import entry_point
 from kvwatch_kernels.cpu.memory import fetch_add, i64_at
 from kvwatch_kernels.cpu.threads import Launch, call_on_threads, find_torch_pool, make_python_pool
 from kvwatch_kernels.cpu.warmup import warm_up
+from kvwatch_kernels.rms_norm import rms_norm
+from kvwatch_kernels.rotary import rotate_and_store
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +109,11 @@ def test_after_the_warm_up_no_shape_compiles_anything(dtype: torch.dtype) -> Non
     with install_recorder("numba:compile") as recorder:
         paged_batch([dense_sequence(70, 300, dtype=dtype), dense_sequence(1, 2, dtype=dtype)], block_size=8).attend()
         paged_batch([dense_sequence(1, 300, heads=(5, 1), head_dim=24, dtype=dtype)]).attend(sliding_window=30)
+        rows, angles = torch.ones(5, 48, dtype=dtype), torch.ones(5, 12, dtype=dtype)
+        rms_norm(rows, rows[0], 1e-5)
+        silu_and_multiply(rows)
+        cache = torch.zeros(4, 2, 8, 24, dtype=dtype)
+        rotate_and_store(torch.ones(5, 7, 24, dtype=dtype), angles, angles, cache, cache, np.arange(5))
 
     assert recorder.buffer == []
 

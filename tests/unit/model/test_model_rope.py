@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -9,7 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from kvwatch_engine.contracts.errors import ModelError
 from kvwatch_engine.model.decoder_config import decoder_config
-from kvwatch_engine.model.rope import rotary_embedding, rotate
+from kvwatch_engine.model.rope import rotary_embedding
+from kvwatch_kernels.dims import PAD_SLOT
+from kvwatch_kernels.rotary import rotate_and_store
 
 HEAD_DIM = 32
 
@@ -56,29 +59,20 @@ def test_angles_and_rotation_equal_those_of_transformers(name: str) -> None:
     config = llama_config(VARIANTS[name])
     positions = torch.tensor([0, 1, 2, 100, 127, 128, 300, 511])
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(len(positions), 3, HEAD_DIM, generator=generator)
+    # Three heads of queries, one of keys, one of values.
+    qkv = torch.randn(len(positions), 5, HEAD_DIM, generator=generator)
+    query = qkv[:, :3].clone()
+    cache = torch.zeros(1, 1, 1, HEAD_DIM)
 
     cosine, sine = rotary_embedding(config, HEAD_DIM).angles(positions, torch.float32)
-    rotated = rotate(query, cosine, sine)
+    rotated = rotate_and_store(qkv, cosine, sine, cache, cache, np.full(len(positions), PAD_SLOT, dtype=np.int64))
 
     expected_cosine, expected_sine = LlamaRotaryEmbedding(config)(query, positions[None])
-    assert torch.equal(cosine[:, 0], expected_cosine[0, :, : HEAD_DIM // 2])
-    assert torch.equal(sine[:, 0], expected_sine[0, :, : HEAD_DIM // 2])
+    assert torch.equal(cosine, expected_cosine[0, :, : HEAD_DIM // 2])
+    assert torch.equal(sine, expected_sine[0, :, : HEAD_DIM // 2])
     heads_first = query.transpose(0, 1)[None]
     expected, _ = apply_rotary_pos_emb(heads_first, heads_first, expected_cosine, expected_sine)
     torch.testing.assert_close(rotated, expected[0].transpose(0, 1), atol=1e-6, rtol=0)
-
-
-def test_rotation_reads_strided_heads_and_leaves_them_alone() -> None:
-    packed = torch.randn(5, 7, HEAD_DIM)
-    before = packed.clone()
-    cosine, sine = rotary_embedding(llama_config(VARIANTS["default"]), HEAD_DIM).angles(torch.arange(5), torch.float32)
-
-    rotated = rotate(packed[:, 2:6], cosine, sine)
-
-    assert rotated.is_contiguous()
-    assert torch.equal(packed, before)
-    assert torch.equal(rotated, rotate(packed[:, 2:6].clone(), cosine, sine))
 
 
 def test_angles_are_computed_in_float32_for_bfloat16_models() -> None:
