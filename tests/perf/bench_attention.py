@@ -19,7 +19,7 @@ from paired import ratio
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvwatch_kernels.paged_attention import paged_attention
+from kvwatch_kernels.paged_attention import AttentionBatch
 
 DECODE_BUDGET = 1.2
 PREFILL_BUDGET = 1.3
@@ -63,16 +63,11 @@ def paged(case: Case) -> Callable[[int], Tensor]:
     starts = np.arange(case.num_seqs + 1, dtype=np.int32) * case.num_queries
     lens = np.full(case.num_seqs, case.context_len, dtype=np.int32)
     query = torch.randn(case.num_seqs * case.num_queries, case.num_heads, case.head_dim)
+    # As in a step of the engine, where the caches are those of its layers.
+    batch = AttentionBatch(*sides[0], block_tables=tables, query_starts=starts, context_lens=lens)
 
     def run(index: int) -> Tensor:
-        return paged_attention(
-            query,
-            *sides[index % case.num_caches],
-            block_tables=tables,
-            query_starts=starts,
-            context_lens=lens,
-            scale=case.head_dim**-0.5,
-        )
+        return batch.attend(query, *sides[index % case.num_caches], scale=case.head_dim**-0.5)
 
     return run
 
