@@ -107,6 +107,43 @@ def check_heads(name: str, tensor: Tensor, key_cache: Tensor) -> None:
     check_last_dim(name, tensor)
 
 
+def check_rows(
+    name: str, tensor: Tensor, shape: tuple[int, ...] | None, like: Tensor, *, is_dense: bool = False
+) -> tuple[int, ...]:
+    """Check a tensor of rows.
+
+    Args:
+        name: of the argument, for messages.
+        tensor: T[num_rows, width] or, as `shape` says, T[width]; last dim contiguous.
+        shape: the shape that it must have; none for any number of rows, which are not empty.
+        like: tensor with the dtype and the device that it must have.
+        is_dense: the rows must follow each other.
+
+    Returns:
+        Its shape.
+
+    Raises:
+        ShapeError: another shape, dtype or device, or strides that are not allowed.
+    """
+    have = tuple(tensor.shape)
+    if shape is None:
+        if len(have) != 2 or have[1] == 0:
+            raise ShapeError(f"{name} has shape {list(have)}: must be [num_rows, width], the width not 0")
+    elif have != shape:
+        raise ShapeError(f"{name} has shape {list(have)}: must be {list(shape)}")
+    if tensor.dtype != like.dtype or tensor.dtype not in CACHE_DTYPES:
+        raise ShapeError(
+            f"{name} has dtype {tensor.dtype}: must agree with the others', {like.dtype}, "
+            f"and be one of {', '.join(map(str, CACHE_DTYPES))}"
+        )
+    if tensor.device != like.device:
+        raise ShapeError(f"{name} is on {tensor.device}, others on {like.device}: must agree")
+    check_last_dim(name, tensor)
+    if is_dense and not tensor.is_contiguous():
+        raise ShapeError(f"{name} has strides {list(tensor.stride())}: must be contiguous (Tensor.contiguous)")
+    return have
+
+
 def check_like(name: str, tensor: Tensor, key_cache: Tensor) -> None:
     """Check that a tensor has the dtype and the device of the cache.
 

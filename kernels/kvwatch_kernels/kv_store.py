@@ -1,16 +1,20 @@
 """Write new keys and values into the paged cache."""
 
-import numpy as np
 from torch import Tensor
 
 from kvwatch_kernels.cpu.store import compiled_kv_store
-from kvwatch_kernels.dims import PAD_SLOT, Int64Array, check_cache, check_heads, index_array
+from kvwatch_kernels.dims import Int64Array, check_cache, check_heads
 from kvwatch_kernels.errors import ShapeError
 from kvwatch_kernels.reference import reference_kv_store
+from kvwatch_kernels.slots import SlotMapping, slots_of
 
 
 def kv_store(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Int64Array | Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: SlotMapping | Int64Array | Tensor,
 ) -> None:
     """Write each token's key and value to its slot: slot = block id * block size + offset in the block.
 
@@ -27,20 +31,14 @@ def kv_store(
     check_cache(key_cache, value_cache)
     check_heads("key", key, key_cache)
     check_heads("value", value, key_cache)
-    num_blocks, num_kv_heads, block_size, _ = key_cache.shape
+    num_kv_heads = key_cache.shape[1]
     if key.shape[1] != num_kv_heads or value.shape != key.shape:
         raise ShapeError(
             f"key has shape {list(key.shape)}, value {list(value.shape)}: "
             f"must agree and have the cache's {num_kv_heads} heads"
         )
-    slots = index_array("slot_mapping", slot_mapping, np.int64, (len(key),))
+    slots = slots_of(slot_mapping, len(key), key_cache)
     if len(slots) == 0:
         return
-    lowest, highest = int(slots.min()), int(slots.max())
-    if lowest < PAD_SLOT or highest >= num_blocks * block_size:
-        raise ShapeError(
-            f"slot_mapping has slots {lowest} to {highest}: "
-            f"must be 0 to {num_blocks * block_size - 1}, or {PAD_SLOT} for none"
-        )
     store = compiled_kv_store if key.device.type == "cpu" else reference_kv_store
     store(key, value, key_cache, value_cache, slots)

@@ -5,6 +5,7 @@ It gathers whole contexts, which the fast kernels never do.
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvwatch_kernels.dims import PAD_SLOT, Int32Array, Int64Array
 from kvwatch_kernels.errors import ShapeError
@@ -122,3 +123,65 @@ def reference_block_copy(cache: Tensor, sources: Int64Array, destinations: Int64
     """
     for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
         cache[destination] = cache[source]
+
+
+def reference_rms_norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None, out: Tensor) -> None:
+    """Norm in float32, rounded once; see `kvwatch_kernels.rms_norm`.
+
+    Args:
+        x: T[num_rows, width]; `added` is added to it.
+        weight: T[width].
+        eps: added to the mean of squares.
+        added: T[num_rows, width], or none.
+        out: T[num_rows, width]; written.
+    """
+    if added is not None:
+        x.add_(added)
+    out.copy_(functional.rms_norm(x.float(), weight.shape, weight.float(), eps))
+
+
+def reference_silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
+    """Two operations, each rounded; see `kvwatch_kernels.activation`.
+
+    Args:
+        gate_up: T[num_rows, 2 * width].
+        out: T[num_rows, width]; written.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.mul(functional.silu(gate), up, out=out)
+
+
+def reference_rotate_and_store(
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Int64Array,
+    *,
+    norm_weight: Tensor | None,
+    eps: float,
+) -> None:
+    """Norm, rotate, store, one after the other; see `kvwatch_kernels.rotary`.
+
+    Args:
+        qkv: T[num_tokens, num_heads + 2 * num_kv_heads, head_dim]; its queries are replaced.
+        cosine: T[num_tokens, head_dim / 2].
+        sine: T[num_tokens, head_dim / 2].
+        key_cache: T[num_blocks, num_kv_heads, block_size, head_dim]; written.
+        value_cache: T[num_blocks, num_kv_heads, block_size, head_dim]; written.
+        slots: i64[num_tokens], checked.
+        norm_weight: T[num_heads + num_kv_heads, head_dim], or none.
+        eps: added to the mean of squares of the norm.
+    """
+    num_rotated = qkv.shape[1] - key_cache.shape[1]
+    heads = qkv[:, :num_rotated]
+    if norm_weight is not None:
+        heads = functional.rms_norm(heads, heads.shape[-1:], None, eps) * norm_weight
+    first, second = heads.chunk(2, dim=-1)
+    cosine, sine = cosine[:, None], sine[:, None]
+    turned_first = (first * cosine).addcmul_(second, sine, value=-1)
+    rotated = torch.cat((turned_first, (second * cosine).addcmul_(first, sine)), dim=-1)
+    num_heads = num_rotated - key_cache.shape[1]
+    qkv[:, :num_heads] = rotated[:, :num_heads]
+    reference_kv_store(rotated[:, num_heads:], qkv[:, num_rotated:], key_cache, value_cache, slots)

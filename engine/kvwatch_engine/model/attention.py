@@ -7,14 +7,18 @@ import torch
 from kvwatch_engine.contracts.step import Int32Array, Int64Array, StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_kernels.cpu.warmup import warm_up
-from kvwatch_kernels.kv_store import kv_store
-from kvwatch_kernels.paged_attention import paged_attention
+from kvwatch_kernels.paged_attention import AttentionBatch
+from kvwatch_kernels.rotary import rotate_and_store
+from kvwatch_kernels.slots import SlotMapping
 
 
 class StepAttention:
-    """Attention of all layers for one step: where its tokens are written, and which blocks they see."""
+    """Attention of all layers for one step: where its tokens are written, and which blocks they see.
 
-    __slots__ = ("_block_tables", "_cache", "_context_lens", "_query_starts", "_slot_mapping")
+    What is the same for all layers is checked and laid out once. Engine thread only.
+    """
+
+    __slots__ = ("_batch", "_cache", "_slots")
 
     def __init__(
         self,
@@ -25,12 +29,12 @@ class StepAttention:
         context_lens: Int32Array,
         block_tables: Int32Array,
     ) -> None:
-        """See `StepInput` for the arrays' shapes."""
+        """See `StepInput` for the arrays' shapes; they are viewed and may not change during the step."""
         self._cache = cache
-        self._slot_mapping = slot_mapping
-        self._query_starts = query_starts
-        self._context_lens = context_lens
-        self._block_tables = block_tables
+        self._slots = SlotMapping(slot_mapping, cache.num_blocks * cache.spec.block_size)
+        self._batch = AttentionBatch(
+            *cache.layer(0), block_tables=block_tables, query_starts=query_starts, context_lens=context_lens
+        )
 
     @classmethod
     def of_step(cls, cache: KVCache, step: StepInput) -> Self:
@@ -43,44 +47,44 @@ class StepAttention:
             block_tables=step.block_tables,
         )
 
-    def attend(
+    def rotate_and_store(
         self,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        qkv: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
         *,
-        scale: float,
-        sliding_window: int | None,
+        norm_weight: torch.Tensor | None,
+        eps: float,
     ) -> torch.Tensor:
-        """Write a layer's new keys and values to the cache, then attend to everything that each query may see.
+        """Rotate a layer's queries and keys to their positions; write keys and values to the cache.
 
         Args:
             layer: index of the layer.
+            qkv: `[num_tokens, num_heads + 2 * num_kv_heads, head_dim]`, last dimension contiguous; overwritten.
+            angles: cosine and sine of each token, `[num_tokens, head_dim / 2]`.
+            norm_weight: `[num_heads + num_kv_heads, head_dim]` of the norm before the rotation; none: there is none.
+            eps: of that norm.
+
+        Returns:
+            `[num_tokens, num_heads, head_dim]`: the queries, a view of `qkv`.
+        """
+        caches = self._cache.layer(layer)
+        return rotate_and_store(qkv, *angles, *caches, self._slots, norm_weight=norm_weight, eps=eps)
+
+    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
+        """Attend to everything in the cache that each query may see, the step's own tokens included.
+
+        Args:
+            layer: index of the layer, whose new keys and values are already in the cache.
             query: `[num_tokens, num_heads, head_dim]`, last dimension contiguous.
-            key: `[num_tokens, num_kv_heads, head_dim]`, last dimension contiguous.
-            value: `[num_tokens, num_kv_heads, head_dim]`, last dimension contiguous.
             scale: factor on the products of queries and keys.
             sliding_window: tokens that a query sees, itself included; none sees all.
 
         Returns:
             `[num_tokens, num_heads * head_dim]`, contiguous.
         """
-        key_cache, value_cache = self._cache.layer(layer)
-        kv_store(key, value, key_cache, value_cache, self._slot_mapping)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            block_tables=self._block_tables,
-            query_starts=self._query_starts,
-            context_lens=self._context_lens,
-            scale=scale,
-            sliding_window=sliding_window,
-            out=out,
-        )
-        return out.flatten(1)
+        caches = self._cache.layer(layer)
+        return self._batch.attend(query, *caches, scale=scale, sliding_window=sliding_window).flatten(1)
 
 
 def warm_up_attention(cache: KVCache, num_heads: int) -> None:

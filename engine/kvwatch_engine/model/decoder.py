@@ -12,7 +12,9 @@ from torch.nn import functional
 from kvwatch_engine.model.attention import StepAttention
 from kvwatch_engine.model.decoder_config import DecoderConfig
 from kvwatch_engine.model.linear import Linear
-from kvwatch_engine.model.rope import RotaryEmbedding, rotate
+from kvwatch_engine.model.rope import RotaryEmbedding
+from kvwatch_kernels.activation import silu_and_multiply
+from kvwatch_kernels.rms_norm import rms_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class DecoderWeights:
     """Weights of a decoder; immutable once loaded."""
 
     embedding: torch.Tensor
-    """`[vocab_size, hidden_size]`"""
+    """`[vocab_size, hidden_size]`; may be kept in bfloat16 where float32 is computed in."""
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     """`[hidden_size]`"""
@@ -55,7 +57,7 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, rotary: RotaryEmbedding) -> None:
         self.config = config
-        self.dtype = weights.embedding.dtype
+        self.dtype = weights.norm.dtype
         self._weights = weights
         self._rotary = rotary
 
@@ -70,12 +72,15 @@ class Decoder:
         Returns:
             `dtype[num_tokens, hidden_size]`, before the last norm.
         """
-        hidden = functional.embedding(token_ids, self._weights.embedding)
+        hidden = functional.embedding(token_ids, self._weights.embedding).to(self.dtype)
         angles = self._rotary.angles(positions, self.dtype)
+        # What a part adds to the hidden states is added by the norm that follows, in one pass.
+        added: torch.Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
-            hidden.add_(self._attend(index, layer, self._normalise(hidden, layer.attention_norm), angles, attention))
-            hidden.add_(self._feed_forward(layer, self._normalise(hidden, layer.mlp_norm)))
-        return hidden
+            normalised = self._normalise(hidden, layer.attention_norm, added)
+            added = self._attend(index, layer, normalised, angles, attention)
+            added = self._feed_forward(layer, self._normalise(hidden, layer.mlp_norm, added))
+        return hidden if added is None else hidden.add_(added)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return f32[num_rows, vocab_size], the logits of rows of `hidden_states`.
@@ -86,8 +91,8 @@ class Decoder:
         """
         return self._weights.logits(self._normalise(hidden, self._weights.norm)).float()
 
-    def _normalise(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+    def _normalise(self, x: torch.Tensor, weight: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+        return rms_norm(x, weight, self.config.rms_norm_eps, added=added)
 
     def _attend(
         self,
@@ -98,23 +103,12 @@ class Decoder:
         attention: StepAttention,
     ) -> torch.Tensor:
         config = self.config
-        num_rotated = config.num_heads + config.num_kv_heads
-        heads = layer.qkv(x).view(len(x), num_rotated + config.num_kv_heads, config.head_dim)
-        rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
-        if layer.qk_norm is not None:
-            # One norm for queries and keys; the weights, which differ, are multiplied after it.
-            rotated = functional.rms_norm(rotated, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm
-        rotated = rotate(rotated, *angles)
+        qkv = layer.qkv(x).view(len(x), -1, config.head_dim)
+        query = attention.rotate_and_store(index, qkv, angles, norm_weight=layer.qk_norm, eps=config.rms_norm_eps)
         attended = attention.attend(
-            index,
-            rotated[:, : config.num_heads],
-            rotated[:, config.num_heads :],
-            value,
-            scale=config.attention_scale,
-            sliding_window=config.sliding_windows[index],
+            index, query, scale=config.attention_scale, sliding_window=config.sliding_windows[index]
         )
         return layer.output(attended)
 
     def _feed_forward(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(x).chunk(2, dim=-1)
-        return layer.down(functional.silu(gate).mul_(up))
+        return layer.down(silu_and_multiply(layer.gate_up(x)))

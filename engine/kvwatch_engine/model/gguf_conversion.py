@@ -16,17 +16,19 @@ from pathlib import Path
 from kvwatch_engine.contracts.errors import ModelError
 from kvwatch_engine.model.fingerprint import file_digest
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Part of the converted folder's name; raised whenever the same file would be converted differently."""
 
 _DIGEST_DIGITS = 16
+_BF16_BYTES = 2
 
 
 def convert_gguf(file: Path, models_dir: Path) -> Path:
     """Return the folder that a GGUF file was converted to, converting it if that was not done before.
 
-    The weights are kept in float32: values of a quantised file are not exact in bfloat16. The folder's name carries a
-    hash of the file's content, so that another file, wherever it lies, never meets an old conversion.
+    Matrices of a quantised file are kept in bfloat16, whose rounding is small beside that of the quantisation; the
+    folder then is the model, for whoever loads it. Other values are kept in float32. The folder's name carries a hash
+    of the file's content, so that another file, wherever it lies, never meets an old conversion.
 
     Args:
         file: the GGUF file.
@@ -95,6 +97,10 @@ def _write_folder(file: Path, folder: Path) -> None:
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
         except Exception as error:  # the readers raise many kinds, and all mean the same to a user
             raise ModelError(f"{file.name} cannot be read as a GGUF model: {error}") from error
+        if file.stat().st_size < _BF16_BYTES * model.num_parameters():  # so it must be quantised
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.data = parameter.data.to(torch.bfloat16)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

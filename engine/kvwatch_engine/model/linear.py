@@ -1,41 +1,72 @@
 """Linear layers whose weights lie in the order in which the CPU's matrix products read them."""
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
+
+from kvwatch_kernels.linear import is_fast, linear, pack_weight
 
 
 class Linear:
     """y = x @ weight.T + bias.
 
-    On the CPU the weight is reordered once into oneDNN's blocked layout: products of 4 rows and more take a quarter to
-    a third less time than with the plain layout, which is not kept. Elsewhere the plain weight is used.
+    The weight is reordered once, and the plain layout is not kept. Which layout depends on where and in what the layer
+    computes:
+
+    - float32 on a CPU with AVX-512: our own panels (`kvwatch_kernels.linear`), in the weight's dtype. A checkpoint in
+      bfloat16 stays that small, and is widened, which is exact, in registers.
+    - otherwise on a CPU: oneDNN's blocked layout, in the dtype that is computed in.
+    - elsewhere: the plain weight.
     """
 
-    __slots__ = ("_bias", "_is_packed", "_weight", "num_bytes")
+    __slots__ = ("_apply", "num_bytes")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: torch.dtype) -> None:
         """Take over a layer.
 
         Args:
-            weight: float32 or bfloat16 `[out_features, in_features]`.
-            bias: same dtype `[out_features]`, or none.
+            weight: float32 or bfloat16 `[out_features, in_features]`; if not of `dtype`, see `stored_dtype`.
+            bias: `[out_features]`, or none; float32 or bfloat16.
+            dtype: to compute in, float32 or bfloat16.
         """
-        self.num_bytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
-        self._bias = bias
-        self._is_packed = weight.device.type == "cpu" and torch._C._has_mkldnn
-        # No batch size is given: it would only be a hint, and batches differ from step to step.
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._is_packed else weight
+        stored = stored_dtype(weight, dtype)
+        self._apply = _applied(weight.to(stored), bias.to(dtype) if bias is not None else None, dtype)
+        self.num_bytes = weight.numel() * stored.itemsize + (bias.numel() * dtype.itemsize if bias is not None else 0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer.
 
         Args:
-            x: `[num_tokens, in_features]`, the weight's dtype.
+            x: `[num_tokens, in_features]` in the dtype that is computed in, last dimension contiguous.
 
         Returns:
-            `[num_tokens, out_features]`, contiguous.
+            `[num_tokens, out_features]`, its dtype, contiguous.
         """
-        if self._is_packed:
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return y
-        return functional.linear(x, self._weight, self._bias)
+        return self._apply(x)
+
+
+def stored_dtype(weight: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a weight is kept: its own where that loses nothing and costs no time.
+
+    Args:
+        weight: as it came.
+        dtype: to compute in.
+    """
+    is_kept = weight.dtype == torch.bfloat16 and dtype == torch.float32 and is_fast(weight.device)
+    return torch.bfloat16 if is_kept else dtype
+
+
+def _applied(
+    weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the layer as a function of x that computes in `dtype`."""
+    if dtype == torch.float32 and is_fast(weight.device):
+        packed = pack_weight(weight, bias)
+        return lambda x: linear(x, packed)
+    if weight.device.type == "cpu" and torch._C._has_mkldnn:
+        # No batch size is given: it would only be a hint, and batches differ from step to step.
+        blocked = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        product = torch.ops.mkldnn._linear_pointwise
+        return lambda x: product(x, blocked, bias, "none", [], "")
+    return lambda x: functional.linear(x, weight, bias)

@@ -30,9 +30,9 @@ class RotaryEmbedding:
             dtype: dtype of queries and keys; the angles are computed in float32 in any case.
 
         Returns:
-            Two tensors `dtype[num_tokens, 1, head_dim / 2]`; the middle dimension spans the heads.
+            Two tensors `dtype[num_tokens, head_dim / 2]`, contiguous.
         """
-        angles = (positions[:, None].float() * self.inverse_frequencies)[:, None]
+        angles = positions[:, None].float() * self.inverse_frequencies
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
 
 
@@ -56,22 +56,3 @@ def rotary_embedding(config: PreTrainedConfig, head_dim: int) -> RotaryEmbedding
             f"rope rotates {2 * len(frequencies)} of {head_dim} dimensions of each head; only whole heads are supported"
         )
     return RotaryEmbedding(frequencies, float(scaling))
-
-
-def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate queries or keys to their positions: dimension i turns together with dimension i + head_dim / 2.
-
-    Args:
-        heads: `[num_tokens, num_heads, head_dim]`, any strides.
-        cosine: `[num_tokens, 1, head_dim / 2]`.
-        sine: `[num_tokens, 1, head_dim / 2]`.
-
-    Returns:
-        A new contiguous tensor of the same shape and dtype.
-    """
-    half = heads.shape[-1] // 2
-    first, second = heads[..., :half], heads[..., half:]
-    rotated = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-    torch.mul(first, cosine, out=rotated[..., :half]).addcmul_(second, sine, value=-1)
-    torch.mul(second, cosine, out=rotated[..., half:]).addcmul_(first, sine)
-    return rotated

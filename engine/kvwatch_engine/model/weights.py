@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from kvwatch_engine.contracts.errors import ModelError
 from kvwatch_engine.model.decoder import DecoderWeights, LayerWeights
 from kvwatch_engine.model.decoder_config import DecoderConfig
-from kvwatch_engine.model.linear import Linear
+from kvwatch_engine.model.linear import Linear, stored_dtype
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -79,8 +79,8 @@ class TensorFiles:
         """Count a tensor as taken, whether it is there or not."""
         self._handles.pop(name, None)
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor in the wanted dtype; each can be taken once.
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor in the file's dtype; each can be taken once.
 
         Raises:
             ModelError: it is missing, or not of this shape.
@@ -91,7 +91,7 @@ class TensorFiles:
         tensor: torch.Tensor = handle.get_tensor(name)
         if tensor.shape != shape:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, but the configuration asks for {shape}")
-        return tensor.to(dtype)
+        return tensor
 
 
 def load_weights(files: Sequence[Path], config: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
@@ -125,14 +125,14 @@ class _Builder:
     def decoder(self) -> DecoderWeights:
         config = self._config
         table_shape = (config.vocab_size, config.hidden_size)
-        # A copy: the table must not change with the file that it is mapped from.
-        embedding = self._counted(self._tensors.take("model.embed_tokens.weight", table_shape, self._dtype).clone())
+        table = self._tensors.take("model.embed_tokens.weight", table_shape)
+        embedding = self._kept(table, stored_dtype(table, self._dtype))
         if config.has_tied_embeddings:
             self._tensors.discard("lm_head.weight")
             # The product reads another layout than the lookup does, so a packed copy is kept beside the table.
-            logits = Linear(embedding)
+            logits = Linear(embedding, dtype=self._dtype)
         else:
-            logits = Linear(self._tensors.take("lm_head.weight", table_shape, self._dtype))
+            logits = Linear(self._tensors.take("lm_head.weight", table_shape), dtype=self._dtype)
         self._num_bytes += logits.num_bytes
         layers = tuple(self._layer(f"model.layers.{index}.") for index in range(config.num_layers))
         norm = self._vector("model.norm.weight", config.hidden_size)
@@ -158,10 +158,11 @@ class _Builder:
 
     def _fused(self, parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> Linear:  # noqa: FBT001 (private)
         """Return one layer that computes the outputs of several, one after the other."""
-        take, dtype = self._tensors.take, self._dtype
-        weight = torch.cat([take(f"{name}.weight", (size, in_features), dtype) for name, size in parts])
-        bias = torch.cat([take(f"{name}.bias", (size,), dtype) for name, size in parts]) if has_bias else None
-        layer = Linear(weight, bias)
+        take = self._tensors.take
+        # Parts of several dtypes, if there are any, become the one that holds all of them.
+        weight = torch.cat([take(f"{name}.weight", (size, in_features)) for name, size in parts])
+        bias = torch.cat([take(f"{name}.bias", (size,)) for name, size in parts]) if has_bias else None
+        layer = Linear(weight, bias, dtype=self._dtype)
         self._num_bytes += layer.num_bytes
         return layer
 
@@ -171,8 +172,9 @@ class _Builder:
         return torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
 
     def _vector(self, name: str, size: int) -> torch.Tensor:
-        return self._counted(self._tensors.take(name, (size,), self._dtype).clone())
+        return self._kept(self._tensors.take(name, (size,)), self._dtype)
 
-    def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._num_bytes += tensor.nbytes
-        return tensor
+    def _kept(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a copy, which does not change with the file that the tensor is mapped from, and count it."""
+        self._num_bytes += tensor.numel() * dtype.itemsize
+        return tensor.to(dtype, copy=True)

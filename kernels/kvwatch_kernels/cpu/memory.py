@@ -111,6 +111,12 @@ def store(builder: ir.IRBuilder, sig: Any, pointer: ir.Value, lanes: ir.Value) -
     builder.store(values, builder.bitcast(pointer, values.type.as_pointer()), align=4 if is_f32 else 2)
 
 
+@emitted_for(*(signature(VECTOR, pointer, VECTOR) for pointer in _FLOATS))
+def rounded_like(builder: ir.IRBuilder, sig: Any, _like: ir.Value, lanes: ir.Value) -> ir.Value:
+    """`rounded_like(pointer, lanes)`: what a store through a pointer of this type and a load would give back."""
+    return lanes if sig.args[0] == F32_POINTER else widen_bf16(builder, narrow_to_bf16(builder, lanes))
+
+
 @emitted_for(*(signature(VECTOR, pointer, types.int64) for pointer in _FLOATS))
 def load_some(builder: ir.IRBuilder, sig: Any, pointer: ir.Value, count: ir.Value) -> ir.Value:
     """`load_some(pointer, n)`: the first n (0 to 16) elements, other lanes zero; reads nothing beyond them."""
@@ -138,11 +144,14 @@ def store_some(builder: ir.IRBuilder, sig: Any, pointer: ir.Value, count: ir.Val
 
 @emitted(types.void, types.int64)
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Ask for the cache line at `address`, to be read soon; any address is safe."""
+    """Ask for the cache line at `address`, to be read soon; any address is safe.
+
+    It comes into the second level: the first has no room for what is worked on and for what comes next.
+    """
     function_type = ir.FunctionType(ir.VoidType(), [_BYTES, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-    is_read, keep_in_all_levels, is_data = (ir.Constant(I32, value) for value in (0, 3, 1))
-    builder.call(function, [builder.inttoptr(address, _BYTES), is_read, keep_in_all_levels, is_data])
+    is_read, in_second_level, is_data = (ir.Constant(I32, value) for value in (0, 2, 1))
+    builder.call(function, [builder.inttoptr(address, _BYTES), is_read, in_second_level, is_data])
 
 
 @emitted(types.void, types.int64, types.int64, types.int64)

@@ -9,11 +9,15 @@ import numpy as np
 from numba.extending import register_jitable
 
 from kvwatch_kernels.cpu.compiled import subroutine
+from kvwatch_kernels.cpu.items import CURSOR_FIELDS
 from kvwatch_kernels.cpu.memory import Pointer, f32_at, i64_at, write
 from kvwatch_kernels.cpu.micro_gemm import NARROW, TILE
 
 _ADDRESS_BYTES = 8
 _FLOAT_BYTES = 4
+_INTEGER_BYTES = 4 * TILE * _ADDRESS_BYTES + 64
+"""The addresses, then the cursor in a cache line of its own."""
+assert CURSOR_FIELDS * _ADDRESS_BYTES <= 64
 
 
 class Scratch(NamedTuple):
@@ -21,6 +25,8 @@ class Scratch(NamedTuple):
 
     addresses: Pointer
     """i64[2, 2, TILE]: (tile is even or odd, key or value, token)."""
+    cursor: Pointer
+    """i64[CURSOR_FIELDS]: the work item that this thread took; see `items.py`."""
     keys: Pointer
     """f32[padded, TILE]: the tile's keys, transposed."""
     values: Pointer
@@ -68,13 +74,16 @@ def padded_head_dim(head_dim: int) -> int:
 def scratch_bytes(rows: int, padded: int) -> int:
     """Bytes of one thread's scratch, a multiple of 64. Must agree with `cut_scratch`."""
     floats = 2 * TILE * padded + 3 * rows * padded + rows * TILE + 6 * rows
-    return 4 * TILE * _ADDRESS_BYTES + floats * _FLOAT_BYTES
+    return _INTEGER_BYTES + floats * _FLOAT_BYTES
 
 
 @subroutine
 def cut_scratch(base: int, rows: int, padded: int) -> Scratch:
-    """Cut the scratch at address `base` into arrays, and fill the ones."""
-    keys = base + 4 * TILE * _ADDRESS_BYTES
+    """Cut the scratch at address `base` into arrays; fill the ones and set the cursor to the start."""
+    cursor = i64_at(base + 4 * TILE * _ADDRESS_BYTES)
+    for field in range(CURSOR_FIELDS):
+        write(cursor, field, 0)
+    keys = base + _INTEGER_BYTES
     values = keys + TILE * padded * _FLOAT_BYTES
     queries = values + TILE * padded * _FLOAT_BYTES
     matrix = rows * padded * _FLOAT_BYTES
@@ -88,6 +97,7 @@ def cut_scratch(base: int, rows: int, padded: int) -> Scratch:
         write(ones, row, np.float32(1.0))
     return Scratch(
         i64_at(base),
+        cursor,
         f32_at(keys),
         f32_at(values),
         f32_at(queries),

@@ -1,7 +1,5 @@
 """Attention of one query tile over one split of its context, in float32 scratch."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from kvwatch_kernels.cpu.compiled import inlined, subroutine
@@ -16,8 +14,8 @@ from kvwatch_kernels.cpu.fields import (
     QUERY_HEAD_STRIDE,
     QUERY_TOKEN_STRIDE,
     SCALE,
-    WINDOW,
 )
+from kvwatch_kernels.cpu.items import SPLIT, Item, QueryTile, first_visible, item_at, take_item
 from kvwatch_kernels.cpu.memory import (
     Pointer,
     advance,
@@ -42,34 +40,6 @@ from kvwatch_kernels.cpu.packing import copy_row, locate_rows, pack_keys, pack_v
 from kvwatch_kernels.cpu.scratch import Worker
 from kvwatch_kernels.cpu.softmax import softmax_row
 from kvwatch_kernels.cpu.vectors import LANES, float_of_bits, splat
-
-SPLIT = 256
-"""Token positions whose weighted values are summed up on their own. Part of the reduction order, as `TILE` is."""
-
-
-class QueryTile(NamedTuple):
-    """Consecutive queries of one sequence, for the query heads of one KV head.
-
-    Row = query * group size + head of the group.
-    """
-
-    first_token: int
-    """Where the first query lies in the packed batch."""
-    first_position: int
-    """Position of the first query in its sequence."""
-    num_queries: int
-    num_rows: int
-    head: int
-    """KV head."""
-    table: Pointer
-    """i32[max_blocks]: the sequence's block table."""
-
-
-@subroutine
-def first_visible(params: Pointer, position: int) -> int:
-    """First position that the query at `position` sees."""
-    position -= read(params, WINDOW) - 1
-    return max(0, position)
 
 
 @subroutine
@@ -241,46 +211,78 @@ def start_split(worker: Worker, tile: QueryTile) -> None:
 
 
 @subroutine
-def attend_split(worker: Worker, tile: QueryTile, split: int) -> None:
+def locate_next(worker: Worker, item: Item, first: int, rows: Pointer) -> int:
+    """Locate the tile of tokens that this thread attends to after the one at `first`.
+
+    At the end of an item the next one is taken: not before, so that no thread sits on an item that another could have
+    begun, and not after, so that its first keys and values are on their way when they are needed.
+
+    Args:
+        worker: this thread's; its cursor moves on at the end of the item.
+        item: what it works on.
+        first: position of the tile that it attends to now.
+        rows: i64[2, TILE], receives the addresses.
+
+    Returns:
+        The number of tokens; 0 where nothing is left to do.
+    """
+    params, cursor = worker.params, worker.scratch.cursor
+    if first + TILE < item.end:
+        locate_rows(params, item.tile.table, item.tile.head, first + TILE, item.end, rows)
+        return min(item.end - first - TILE, TILE)
+    if not take_item(params, cursor):
+        return 0
+    following = item_at(params, cursor)
+    locate_rows(params, following.tile.table, following.tile.head, following.first, following.end, rows)
+    count: int = min(following.end - following.first, TILE)
+    return count
+
+
+@subroutine
+def attend_split(worker: Worker, item: Item, split: int, rows: Pointer, next_rows: Pointer) -> bool:
     """Attend to one split; leaves the scratch's `largest`, `total` and `sums`.
 
     Args:
         worker: this thread's; its scratch holds the tile's queries.
-        tile: the queries.
+        item: what it works on.
         split: positions `split * SPLIT` to `(split + 1) * SPLIT - 1`.
+        rows: i64[2, TILE], addresses of the first tile's keys and values.
+        next_rows: i64[2, TILE], for the next tile's.
+
+    Returns:
+        Whether the addresses of the tile that follows are in `next_rows` (an odd number of tiles), or in `rows`.
     """
-    start_split(worker, tile)
-    seen_from = first_visible(worker.params, tile.first_position) // TILE * TILE
-    first = max(split * SPLIT, seen_from)
-    end = min((split + 1) * SPLIT, tile.first_position + tile.num_queries)
-    rows = worker.scratch.addresses
-    next_rows = advance(rows, 2 * TILE)
-    locate_rows(worker.params, tile.table, tile.head, first, end, rows)
+    start_split(worker, item.tile)
+    first = max(split * SPLIT, item.first)
+    end = min((split + 1) * SPLIT, item.end)
+    is_swapped = False
     while first < end:
-        if first + TILE < end:
-            locate_rows(worker.params, tile.table, tile.head, first + TILE, end, next_rows)
-        attend_tile(worker, tile, first, end - first, rows, next_rows)
+        next_count = locate_next(worker, item, first, next_rows)
+        attend_tile(worker, item.tile, first, min(end - first, TILE), rows, next_rows, next_count)
         rows, next_rows = next_rows, rows
+        is_swapped = not is_swapped
         first += TILE
+    return is_swapped
 
 
 @inlined
-def attend_tile(worker: Worker, tile: QueryTile, first: int, remaining: int, rows: Pointer, next_rows: Pointer) -> None:
+def attend_tile(
+    worker: Worker, tile: QueryTile, first: int, count: int, rows: Pointer, next_rows: Pointer, next_count: int
+) -> None:
     """Attend to one tile of tokens, while the next one's are asked for.
 
     Args:
         worker: this thread's.
         tile: the queries.
         first: position of the first token.
-        remaining: tokens of the split from `first` on, those of later tiles included.
+        count: tokens of the tile.
         rows: i64[2, TILE], addresses of the tokens' keys and values.
-        next_rows: i64[2, TILE], those of the next tile, if there is one.
+        next_rows: i64[2, TILE], those of the next tile.
+        next_count: tokens of the next tile.
     """
     params, scratch = worker.params, worker.scratch
     head_dim = read(params, HEAD_DIM)
     row_bytes = head_dim * read(params, ELEMENT_BYTES)
-    count = min(remaining, TILE)
-    next_count = min(remaining - TILE, TILE)
     values = advance(rows, TILE)
     pack_keys(worker.like, rows, count, head_dim, scratch.keys, next_rows, next_count, row_bytes)
     prefetch_rows(advance(next_rows, TILE), next_count, row_bytes)

@@ -5,10 +5,12 @@ written out, so that every sum has one order everywhere: LLVM maps a vector to o
 of SSE or NEON. `memory.py` loads and stores them.
 """
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.imputils import lower_builtin
@@ -191,6 +193,8 @@ def max_lanes(builder: ir.IRBuilder, lanes: ir.Value) -> ir.Value:
 _ROUND_BIAS = 12582912.0  # 1.5 * 2**23: adding it leaves a small float's nearest integer in the low bits
 _EXPONENT_OF_ONE = 127 << 23
 _SMALLEST_EXPONENT = -126.0
+_LOG2_E = float(np.float32(math.log2(math.e)))
+_LOG2_E_REST = math.log2(math.e) - _LOG2_E
 # 2**f for -0.5 <= f <= 0.5, least maximum relative error 2e-9, with 2**0 exactly 1.
 _COEFFICIENTS = (
     0.00015353360504377633,
@@ -203,18 +207,37 @@ _COEFFICIENTS = (
 )
 
 
+def _power_of_two(builder: ir.IRBuilder, biased: ir.Value, fraction: ir.Value) -> ir.Value:
+    """Emit 2 to the power of an integer, which sits in the low bits of `biased`, plus `fraction`."""
+    value = lanes_of(_COEFFICIENTS[0])
+    for coefficient in _COEFFICIENTS[1:]:
+        value = fma(builder, value, fraction, lanes_of(coefficient))
+    # Moved into the exponent field the integer is the power of two.
+    exponent = builder.shl(builder.bitcast(biased, I32_LANES), ir.Constant(I32_LANES, [23] * LANES))
+    one = ir.Constant(I32_LANES, [_EXPONENT_OF_ONE] * LANES)
+    return builder.fmul(value, builder.bitcast(builder.add(exponent, one), F32_LANES))
+
+
+def _zero_below(builder: ir.IRBuilder, x: ir.Value, smallest: float, power: ir.Value) -> ir.Value:
+    return builder.select(builder.fcmp_ordered("<", x, lanes_of(smallest)), lanes_of(0.0), power)
+
+
 @emitted(VECTOR, VECTOR)
 def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """2 to the power of each lane, for `x <= 0`, within 1e-7 relative; 0 below 2**-126, NaN for NaN, exactly 1 at 0."""
     bias = lanes_of(_ROUND_BIAS)
     biased = builder.fadd(x, bias)
     fraction = builder.fsub(x, builder.fsub(biased, bias))
-    value = lanes_of(_COEFFICIENTS[0])
-    for coefficient in _COEFFICIENTS[1:]:
-        value = fma(builder, value, fraction, lanes_of(coefficient))
-    # The integer part sits in the low bits of `biased`; moved into the exponent field it is the power of two.
-    exponent = builder.shl(builder.bitcast(biased, I32_LANES), ir.Constant(I32_LANES, [23] * LANES))
-    one = ir.Constant(I32_LANES, [_EXPONENT_OF_ONE] * LANES)
-    power = builder.bitcast(builder.add(exponent, one), F32_LANES)
-    is_tiny = builder.fcmp_ordered("<", x, lanes_of(_SMALLEST_EXPONENT))
-    return builder.select(is_tiny, lanes_of(0.0), builder.fmul(value, power))
+    return _zero_below(builder, x, _SMALLEST_EXPONENT, _power_of_two(builder, biased, fraction))
+
+
+@emitted(VECTOR, VECTOR)
+def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Exponential of each lane, for `x <= 0`, within 1.5e-7 relative; 0 below 2**-126, NaN for NaN, exactly 1 at 0."""
+    bias, factor = lanes_of(_ROUND_BIAS), lanes_of(_LOG2_E)
+    biased = fma(builder, x, factor, bias)
+    whole = builder.fsub(biased, bias)
+    # The product's rounding would be multiplied by x: it is never rounded, and the rest of the factor is added.
+    fraction = fma(builder, x, factor, builder.fneg(whole))
+    fraction = fma(builder, x, lanes_of(_LOG2_E_REST), fraction)
+    return _zero_below(builder, x, _SMALLEST_EXPONENT * math.log(2), _power_of_two(builder, biased, fraction))

@@ -3,9 +3,12 @@
 import numpy as np
 import torch
 
+from kvwatch_kernels.activation import silu_and_multiply
 from kvwatch_kernels.block_copy import block_copy
 from kvwatch_kernels.kv_store import kv_store
 from kvwatch_kernels.paged_attention import paged_attention
+from kvwatch_kernels.rms_norm import rms_norm
+from kvwatch_kernels.rotary import rotate_and_store
 
 
 def warm_up(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
@@ -28,7 +31,14 @@ def warm_up(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
     key_cache, value_cache = cache[:, 0], cache[:, 1]
     query = torch.zeros((1, num_heads, head_dim), dtype=dtype)
     key = torch.zeros((1, num_kv_heads, head_dim), dtype=dtype)
-    kv_store(key, key, key_cache, value_cache, np.array([block_size], dtype=np.int64))
+    slots = np.array([block_size], dtype=np.int64)
+    kv_store(key, key, key_cache, value_cache, slots)
+    qkv = torch.zeros((1, num_heads + 2 * num_kv_heads, head_dim), dtype=dtype)
+    norm_weight = torch.ones((num_heads + num_kv_heads, head_dim), dtype=dtype)
+    angles = torch.zeros((1, head_dim // 2), dtype=dtype)
+    rotate_and_store(qkv, angles, angles, key_cache, value_cache, slots, norm_weight=norm_weight)
+    rows = torch.zeros((1, 2 * head_dim), dtype=dtype)
+    rms_norm(rows, torch.ones(2 * head_dim, dtype=dtype), 1.0, added=silu_and_multiply(torch.cat((rows, rows), dim=1)))
     paged_attention(
         query,
         key_cache,
