@@ -55,7 +55,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], setting("Type of weights and cache.")] = "auto"
     max_model_len: Annotated[int | None, setting("Longest sequence in tokens; default: the model's.", minimum=2)] = None
     max_num_seqs: Annotated[int, setting("Most sequences in one step.", minimum=1, maximum=4096)] = 64
-    max_batch_tokens: Annotated[int, setting("Most tokens in one step.", minimum=1)] = 1024
+    max_batch_tokens: Annotated[int, setting("Most tokens in one step.", minimum=1)] = 256
     max_prefill_chunk: Annotated[int | None, setting("Most tokens of one sequence in one step.", minimum=1)] = None
     max_queued_requests: Annotated[int, setting("Waiting requests beyond this get 429.", minimum=1)] = 1024
     max_queued_tokens: Annotated[int, setting("Waiting prompt tokens beyond this get 429.", minimum=1)] = 1_048_576
