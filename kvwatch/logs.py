@@ -90,12 +90,20 @@ def _shared_processors(*, log_prompts: bool) -> list[Processor]:
         structlog.stdlib.PositionalArgumentsFormatter(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    return processors if log_prompts else [*processors, _redact]
+    return [*processors, *([] if log_prompts else [_redact]), _escape]
 
 
 def _tail(log_format: LogFormat) -> list[Processor]:
     # The console renderer prints tracebacks itself, JSON needs them as text.
     return [structlog.processors.format_exc_info] if log_format == "json" else []
+
+
+def _escape(_: WrappedLogger, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Make control characters visible: what a client sends must not move the cursor of whoever reads the log."""
+    for name, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[name] = "".join(c if c.isprintable() else repr(c)[1:-1] for c in value)
+    return event
 
 
 def _redact(_: WrappedLogger, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -296,6 +296,14 @@ class Engine:
     def _check_valid(self, request: GenerationRequest) -> None:
         """Refuse at once what can never run, instead of queueing it for ever."""
         sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
+        if num_prompt_tokens > self.settings.max_queued_tokens:
+            limit = self.settings.max_queued_tokens
+            raise RequestInvalid(
+                f"the prompt has {num_prompt_tokens} tokens, but the queue takes {limit}; shorten it, or raise "
+                "--max-queued-tokens",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         if num_prompt_tokens == 0:
             raise RequestInvalid("the prompt is empty; it needs at least one token", param="prompt")
         lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)

@@ -8,8 +8,11 @@ Only this module knows all three. Torch and transformers are imported when the c
 """
 
 import argparse
+import contextlib
+import resource
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -43,6 +46,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str, setting("Model: `embedded`, a Hugging Face folder or hub name, or a .gguf file.")] = (
         "embedded"
     )
+    cache_dir: Annotated[str | None, setting("Folder of converted models; default: ~/.cache/kvwatch.")] = None
     served_model_name: Annotated[str | None, setting("Name under which the API offers the model.")] = None
     host: Annotated[str, setting("Address of the API.")] = "127.0.0.1"
     port: Annotated[int, setting("Port of the API; 0 takes a free one.", minimum=0, maximum=65_535)] = 8000
@@ -109,19 +113,26 @@ def serve(settings: ServeSettings) -> None:
         ModelError: the model cannot be loaded.
         ExporterError: a port is taken.
     """
+    started = time.monotonic()
+    _raise_open_files_limit()
     # Ports first: whoever mistyped one should not wait for a model.
     listen = None if settings.metrics_listen == "off" else settings.metrics_listen
     if listen is not None:
         bind(listen, "--metrics-listen").close()
     bound_spinning()  # before torch is imported
-    with bind(_join(settings.host, settings.port), "--host/--port") as bound:
+    with bind(_join(settings.host, settings.port), "--host and --port") as bound:
         from kvwatch_engine.model.loader import load_model
         from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app
         from kvwatch_engine.server.runtime import run_until_signal
 
-        started = time.monotonic()
         logger.info("loading", model=settings.model)
-        model = load_model(settings.model, dtype=settings.dtype, served_name=settings.served_model_name)
+        model = load_model(
+            settings.model,
+            dtype=settings.dtype,
+            served_name=settings.served_model_name,
+            cache_dir=Path(settings.cache_dir) if settings.cache_dir else None,
+        )
+        logger.info("warming up", note="the first start compiles the kernels, later ones load them")
         dispatcher = OutputDispatcher()
         runner, engine_settings = build_runner(settings, model)
         log = EventLog()
@@ -203,6 +214,13 @@ def make_engine_settings(settings: ServeSettings, model: ModelInfo, spec: KVCach
         vocab_size=model.vocab_size,
         stall_seconds=settings.stall_seconds,
     )
+
+
+def _raise_open_files_limit() -> None:
+    """Allow as many connections as the system does: the usual soft limit of 1,024 files is a few idle clients away."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # then it stays as it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _num_blocks(settings: ServeSettings, spec: KVCacheSpec, max_model_len: int) -> int:

@@ -13,7 +13,7 @@ from kvwatch.errors import ConfigError, ExporterError
 MAX_HEADER_BYTES = 16 * 1024
 """Request headers that are not complete after so many bytes (and one read of the socket) are refused."""
 
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 512
 """Connections beyond this are answered 503."""
 
 
@@ -59,7 +59,7 @@ def bind(listen: str, setting: str) -> socket.socket:
         bound.close()
         raise ExporterError(
             f"{setting}: cannot listen on {listen} ({error.strerror}); stop what listens there or choose another"
-            f" address with {setting} HOST:PORT"
+            f" address with {setting}"
         ) from error
     bound.setblocking(False)
     return bound

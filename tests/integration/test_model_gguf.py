@@ -132,7 +132,7 @@ def test_two_processes_at_once_get_the_same_whole_folder(original: tuple[Path, A
     outputs = [process.communicate(timeout=120) for process in processes]
 
     assert [process.returncode for process in processes] == [0, 0], outputs
-    folders = {Path(stdout.strip()) for stdout, _ in outputs}
+    folders = {Path(stdout.strip().splitlines()[-1]) for stdout, _ in outputs}
     assert folders == {tmp_path / name for name in visible(tmp_path)}
     assert load_model(str(folders.pop())).info.num_layers == 3
 

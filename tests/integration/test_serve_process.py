@@ -1,6 +1,8 @@
 """The whole server as one process: from the command line to the metrics, and down again."""
 
 import contextlib
+import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -197,3 +199,58 @@ def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "nothing" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_sigterm_does_not_wait_for_a_request_that_is_still_arriving(folder: Path) -> None:
+    with serve_process(folder, "--served-model-name", MODEL, "--drain-seconds", "20") as server:
+        host, port = server.api.removesuffix("/v1").removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as stalled:
+            stalled.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: 100\r\n\r\n{"
+            )
+            time.sleep(0.3)
+            begin = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+
+            assert b" 503 " in stalled.recv(4096).split(b"\r\n")[0]
+            assert server.process.wait(15) == 0
+            assert time.monotonic() - begin < 10
+        assert "Traceback" not in str(server.drain_log())
+
+
+def test_the_cache_folder_can_be_set_by_flag_and_by_environment(folder: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "KVWATCH_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "kvwatch", "config", "serve"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert f"{tmp_path}  environment KVWATCH_CACHE_DIR" in done.stdout
+
+    with serve_process(folder, "--cache-dir", str(tmp_path), "--served-model-name", MODEL) as server:
+        assert chat(server, "hello", max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "[" * 3000),
+        ("config.json", '{"architectures": 5}'),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "[1]"),
+        ("generation_config.json", '{"temperature": NaN}'),
+        ("generation_config.json", '{"top_k": Infinity}'),
+        ("generation_config.json", '{"repetition_penalty": 0}'),
+        ("model.safetensors", "not weights"),
+    ],
+)
+def test_a_damaged_model_folder_is_one_line(folder: Path, tmp_path: Path, name: str, content: str) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    (damaged / name).write_text(content)
+    command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(damaged), "--port", "0"]
+    done = subprocess.run(
+        [*command, "--metrics-listen", "off"], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("kvwatch: ")

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from kvwatch.errors import ConfigError
-from kvwatch.logs import bind_request, configure_logs
+from kvwatch.logs import LogFormat, bind_request, configure_logs
 
 
 @pytest.fixture(autouse=True)
@@ -142,3 +142,15 @@ def test_configuring_twice_does_not_log_twice() -> None:
 def test_an_unknown_format_or_level_is_a_configuration_error(log_format: Literal["json"], level: str) -> None:
     with pytest.raises(ConfigError, match="choose"):
         configure_logs(log_format, level)
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_control_characters_of_clients_do_not_reach_the_terminal(log_format: LogFormat) -> None:
+    stream = io.StringIO()
+    configure_logs(log_format, stream=stream)
+
+    structlog.get_logger("test").info("request", path="/\x1b[31mred\x00\nsecond line")
+
+    assert "\x1b[31mred" not in stream.getvalue()
+    assert "\x00" not in stream.getvalue()
+    assert len(stream.getvalue().strip().splitlines()) == 1

@@ -30,8 +30,22 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
     return values
 
 
+_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1.0, 2.0**31),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.1, 10.0),
+}
+"""What a request may ask for, and so a model may recommend."""
+
+
 def sampling_defaults(generation: dict[str, Any]) -> SamplingDefaults:
-    """Return the sampling parameters that a generation configuration recommends."""
+    """Return the sampling parameters that a generation configuration recommends.
+
+    Raises:
+        ModelError: one is out of the range that requests may ask for.
+    """
     top_k = _number(generation, "top_k")
     return SamplingDefaults(
         temperature=_number(generation, "temperature"),
@@ -44,7 +58,14 @@ def sampling_defaults(generation: dict[str, Any]) -> SamplingDefaults:
 
 def _number(values: dict[str, Any], key: str) -> float | None:
     value = values.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    low, high = _RANGES[key]
+    if not low <= value <= high:  # also what is not a number
+        raise ModelError(
+            f"generation_config.json: {key} is {value}, but requests may ask for {low:g} to {high:g}; correct the file"
+        )
+    return float(value)
 
 
 def eos_token_ids(folder: Path, generation: dict[str, Any], config: PreTrainedConfig) -> tuple[int, ...]:

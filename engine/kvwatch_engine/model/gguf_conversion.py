@@ -11,13 +11,18 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+
+import structlog
 
 from kvwatch_engine.contracts.errors import ModelError
 from kvwatch_engine.model.fingerprint import file_digest
 
 CONVERTER_VERSION = 2
 """Part of the converted folder's name; raised whenever the same file would be converted differently."""
+
+logger = structlog.get_logger(__name__)
 
 _DIGEST_DIGITS = 16
 _BF16_BYTES = 2
@@ -48,7 +53,7 @@ def convert_gguf(file: Path, models_dir: Path) -> Path:
                 _convert(file, folder)
     except OSError as error:
         raise ModelError(
-            f"{file.name} cannot be converted in {models_dir}: {error}; set KVWATCH_CACHE_DIR to a writable folder"
+            f"{file.name} cannot be converted in {models_dir}: {error}; choose another folder with --cache-dir"
         ) from error
     return folder
 
@@ -66,14 +71,15 @@ def _convert(file: Path, folder: Path) -> None:
     pattern = f".{folder.name}.partial-"
     for left_over in folder.parent.glob(f"{pattern}*"):
         shutil.rmtree(left_over, ignore_errors=True)
-    partial = folder.parent / f"{pattern}{os.getpid()}"
-    partial.mkdir()
+    unfinished = folder.parent / f"{pattern}{os.getpid()}"
+    unfinished.mkdir()
     try:
-        _write_folder(file, partial)
-        _bring_to_disk(partial)
-        partial.rename(folder)
+        logger.info("converting the model once", file=file.name)
+        _write_folder(file, unfinished)
+        _bring_to_disk(unfinished)
+        unfinished.rename(folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _write_folder(file: Path, folder: Path) -> None:
@@ -101,20 +107,31 @@ def _write_folder(file: Path, folder: Path) -> None:
             for parameter in model.parameters():
                 if parameter.ndim > 1:
                     parameter.data = parameter.data.to(torch.bfloat16)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        try:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        except Exception as error:  # a full disk is an OSError here, a SafetensorError there
+            raise ModelError(
+                f"{file.name} cannot be converted: {error}; make room, or choose another folder with --cache-dir"
+            ) from error
 
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
     """Keep transformers' progress bars out of the server's log."""
+    from transformers import modeling_gguf_pytorch_utils as reader
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    bar = getattr(reader, "tqdm", None)  # the GGUF reader has a bar of its own, which no setting reaches
+    if bar is not None:
+        reader.tqdm = partial(bar, disable=True)
     try:
         yield
     finally:
+        if bar is not None:
+            reader.tqdm = bar
         if was_enabled:
             logging.enable_progress_bar()
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
+from kvwatch.errors import KVWatchError
 from kvwatch_engine.contracts.cache import KVCacheSpec
+from kvwatch_engine.contracts.errors import ModelError
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.model.decoder import Decoder
 from kvwatch_engine.model.decoder_config import decoder_config, read_config
@@ -54,6 +56,17 @@ def load_model(
     Raises:
         ModelError: the model does not exist, is damaged, or of a kind that is not supported.
     """
+    try:
+        return _load(source, dtype, served_name, cache_dir)
+    except KVWatchError:
+        raise
+    except Exception as error:  # damaged files make readers raise every kind; to a user all mean the same
+        raise ModelError(
+            f"model {source!r} cannot be loaded ({type(error).__name__}: {error}); are its files complete?"
+        ) from error
+
+
+def _load(source: str, dtype: str, served_name: str | None, cache_dir: Path | None) -> LoadedModel:
     choice = choose_dtype(dtype)
     found = resolve_source(source, cache_dir)
     config = read_config(found.folder)

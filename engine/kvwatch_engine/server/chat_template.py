@@ -40,9 +40,9 @@ class ChatTemplate:
             text = self._owner.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **variables
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program: besides refusing, it can fail in any way
+            reason = (error.message if isinstance(error, TemplateError) else None) or type(error).__name__
             raise RequestInvalid(
-                f"the model's chat template refuses these messages: {error.message or type(error).__name__}",
-                param="messages",
+                f"the model's chat template refuses these messages: {reason}", param="messages"
             ) from error
         return str(text)

@@ -36,8 +36,8 @@ class GenerationEndpoint:
             ClientGone: there is nobody to answer.
         """
         record = record_of(scope)
+        body = await self._drain.unless_draining(read_body(Request(scope, receive), self._settings))
         with self._drain.running():
-            body = await read_body(Request(scope, receive), self._settings)
             plan = await self._planner.plan(body)
             record.answer_id, record.is_stream = plan.job.id, plan.is_stream
             async with self._generations.start(plan.job, receive) as run:

@@ -46,7 +46,7 @@ class Tokenizer:
         """
         try:
             loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # damaged files make its readers raise every kind
             raise ModelError(f"the model's tokenizer cannot be loaded: {error}") from error
         rust = getattr(loaded, "backend_tokenizer", None)
         if not isinstance(rust, RustTokenizer):

@@ -132,6 +132,13 @@ def test_the_largest_max_tokens_runs_and_one_more_is_refused(num_prompt_tokens: 
             assert {o.finish_reason for o in collected.outputs if o.finish_reason} == {FinishReason.LENGTH}
 
 
+def test_a_prompt_that_the_queue_can_never_take_is_invalid_and_not_told_to_come_back() -> None:
+    with running_engine(max_queued_tokens=10) as (engine, _, _, _):
+        with pytest.raises(RequestInvalid, match="the queue takes 10"):
+            engine.submit(make_request("r", [4] * 11))
+        engine.submit(make_request("fits", [4] * 10))
+
+
 def test_an_id_in_use_is_refused() -> None:
     with running_engine() as (engine, model, _, _):
         model.gate.clear()
