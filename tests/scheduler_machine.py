@@ -44,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark=st.integers(0, 3),
         enable_cache=st.booleans(),
         log_capacity=st.sampled_from([16, 100_000]),
+        closely=st.booleans(),
     )
     def start(
         self,
@@ -55,7 +56,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark: int,
         enable_cache: bool,
         log_capacity: int,
+        closely: bool,
     ) -> None:
+        self.is_followed_closely = closely
         self.log = EventLog(log_capacity)  # with 16 the ledger loses events all the time and has to heal itself
         self.model = FailingModel()
         self.model.on_step = self.check_step
@@ -139,6 +142,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def ledger_catches_up(self) -> None:
         self.ledger.catch_up()
+
+    @invariant()
+    def ledger_equals_the_engine_after_every_rule(self) -> None:
+        """Half of the time; else it only catches up now and then, and loses events if the log is short."""
+        if getattr(self, "is_followed_closely", False):
+            self.ledger.catch_up()
 
     # ------------------------------------------------------------------ invariants
 

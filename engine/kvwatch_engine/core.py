@@ -59,6 +59,11 @@ class EngineCore:
         return self.scheduler.has_work
 
     @property
+    def log(self) -> EventLog:
+        """The log that the engine emits to."""
+        return self._log
+
+    @property
     def num_steps(self) -> int:
         """Steps done so far."""
         return self._num_steps

@@ -21,7 +21,7 @@ from kvwatch.telemetry.events import DrainStarted
 from kvwatch.telemetry.events.request import RejectionReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot
-from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid
+from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid, rejection_reason
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, OutputListener, SequenceOutput
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepExecutor
@@ -124,7 +124,7 @@ class Engine:
         try:
             self._check_valid(request)
         except RequestInvalid as error:
-            self._reject(request, "too_long" if error.code == "context_length_exceeded" else "invalid")
+            self.note_rejection(request.request_id, rejection_reason(error))
             raise
         num_tokens = len(request.prompt_token_ids)
         queued_ns = self._log.clock.monotonic_ns()
@@ -135,9 +135,13 @@ class Engine:
                     raise RequestInvalid(f"request id {request.request_id!r} is in use; choose another one")
                 self._pending[request.request_id] = request
         if overloaded is not None:
-            self._reject(request, overloaded.reason)
+            self.note_rejection(request.request_id, overloaded.reason)
             raise overloaded
         self._inbox.put(lambda core: self._take_in(core, request, queued_ns))
+
+    def note_rejection(self, request_id: str, reason: RejectionReason) -> None:
+        """Count a request that was refused before `submit`; `submit` counts its own refusals."""
+        self._inbox.put(lambda core: core.reject(request_id, reason))
 
     def abort(self, request_id: str) -> None:
         """End a request whatever its state and free its blocks. Unknown ids are ignored."""
@@ -270,9 +274,6 @@ class Engine:
             return future.result(timeout_seconds)
         except TimeoutError:
             raise ControlError(f"the engine did not answer within {timeout_seconds} s; a step takes longer") from None
-
-    def _reject(self, request: GenerationRequest, reason: RejectionReason) -> None:
-        self._inbox.put(lambda core: core.reject(request.request_id, reason))
 
     def _overload(self, num_tokens: int) -> EngineOverloaded | None:
         if self._is_draining or self._is_stopping.is_set():

@@ -125,9 +125,9 @@ def test_a_client_that_hangs_up_while_sending_its_body_leaves_nothing(folder: Pa
     with arithmetic_server(folder, NullModel(401)) as server:
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-            wait_until(lambda: drain_of(server).num_running == 1)
+            wait_until(lambda: drain_of(server).num_arriving == 1)
 
-        assert wait_until(lambda: drain_of(server).num_running == 0) < 0.5
+        assert wait_until(lambda: drain_of(server).num_arriving == 0) < 0.5
 
 
 def test_many_clients_that_hang_up_at_any_moment_leave_nothing(folder: Path) -> None:

@@ -254,3 +254,24 @@ def test_a_damaged_model_folder_is_one_line(folder: Path, tmp_path: Path, name: 
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("kvwatch: ")
+
+
+def test_refusals_are_counted_whoever_refuses(server: ServerProcess) -> None:
+    before = server.metrics()
+    bodies: list[dict[str, object]] = [
+        {"prompt": "x", "temperature": 3},  # refused while parameters are read
+        {"prompt": "x", "max_tokens": 9000},  # can never fit
+        {"prompt": [1] * 9000},  # longer than the model allows
+    ]
+    for body in bodies:
+        answer = httpx.post(f"{server.api}/completions", json={"model": MODEL, **body}, timeout=30)
+        assert answer.status_code == 400, answer.text
+
+    after = server.metrics()
+
+    gained = {
+        reason: after[name] - before[name]
+        for reason in ("invalid", "too_long", "queue_full", "draining")
+        for name in [f'kvwatch_requests_rejected_total{{reason="{reason}"}}']
+    }
+    assert gained == {"invalid": 1, "too_long": 2, "queue_full": 0, "draining": 0}

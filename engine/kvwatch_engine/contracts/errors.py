@@ -12,6 +12,7 @@ KVWatchError
 from typing import Literal
 
 from kvwatch.errors import KVWatchError
+from kvwatch.telemetry.events.request import RejectionReason
 
 
 class EngineError(KVWatchError):
@@ -48,3 +49,10 @@ class ModelError(EngineError):
 
 class CacheCorruption(EngineError):
     """An invariant of the block pool is broken; the message is the equation with its numbers."""
+
+
+def rejection_reason(error: Exception) -> RejectionReason:
+    """Return the reason under which a refusal is counted."""
+    if isinstance(error, EngineOverloaded):
+        return error.reason
+    return "too_long" if getattr(error, "code", None) == "context_length_exceeded" else "invalid"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from kvwatch.telemetry.events.request import RejectionReason
 from kvwatch_engine.contracts.sampling import SamplingParams
 
 
@@ -89,6 +90,10 @@ class EngineClient(Protocol):
             RequestInvalid: it can never run (too long for the model, or larger than the whole pool).
             EngineOverloaded: the queue is full, or the engine drains.
         """
+        ...
+
+    def note_rejection(self, request_id: str, reason: RejectionReason) -> None:
+        """Count a request that the server refused before `submit`, which counts its own refusals."""
         ...
 
     def max_new_tokens(self, num_prompt_tokens: int, n: int) -> int:

@@ -29,6 +29,11 @@ class Drain:
         """Requests that have begun and not ended."""
         return self._num_running
 
+    @property
+    def num_arriving(self) -> int:
+        """Requests whose body is not complete yet."""
+        return len(self._arriving)
+
     def begin_drain(self) -> None:
         """Refuse new requests with 503 and fail `/ready` from now on. Safe to call twice."""
         self._is_draining = True

@@ -5,9 +5,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvwatch_engine.contracts.errors import RequestRejected
 from kvwatch_engine.server.bodies import read_body
 from kvwatch_engine.server.choice import ChoiceDelta
 from kvwatch_engine.server.drain import Drain
+from kvwatch_engine.server.errors import ApiError
 from kvwatch_engine.server.generation import Generations, Run
 from kvwatch_engine.server.planning import Planner
 from kvwatch_engine.server.request_log import RequestRecord, record_of
@@ -36,9 +38,13 @@ class GenerationEndpoint:
             ClientGone: there is nobody to answer.
         """
         record = record_of(scope)
-        body = await self._drain.unless_draining(read_body(Request(scope, receive), self._settings))
-        with self._drain.running():
+        try:
+            body = await self._drain.unless_draining(read_body(Request(scope, receive), self._settings))
             plan = await self._planner.plan(body)
+        except (RequestRejected, ApiError) as error:
+            self._generations.note_rejection(record.request_id, error)
+            raise
+        with self._drain.running():
             record.answer_id, record.is_stream = plan.job.id, plan.is_stream
             async with self._generations.start(plan.job, receive) as run:
                 try:

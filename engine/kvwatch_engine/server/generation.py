@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from starlette.types import Receive
 
+from kvwatch_engine.contracts.errors import rejection_reason
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.request import EngineClient, FinishReason, GenerationRequest, SequenceOutput
 from kvwatch_engine.contracts.sampling import SamplingParams
@@ -106,6 +107,10 @@ class Generations:
         self._model = model
         self._tokenizer = tokenizer
         self._settings = settings
+
+    def note_rejection(self, request_id: str, error: Exception) -> None:
+        """Count a request that was refused before it became a job."""
+        self._engine.note_rejection(request_id, rejection_reason(error))
 
     @asynccontextmanager
     async def start(self, job: Job, receive: Receive) -> AsyncIterator[Run]:

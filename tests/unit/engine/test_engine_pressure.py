@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from builders import NullModel, Recorder, make_core, make_request, run_until_idle
+from builders import FakeClock, NullModel, Recorder, make_core, make_request, run_until_idle
 
 from kvwatch.telemetry.events import (
     AllocationFailed,
@@ -56,6 +56,43 @@ def test_preempted_requests_continue_token_for_token_and_their_hits_are_counted_
     finished = {e.request: e for e in events if isinstance(e, RequestFinished)}
     assert sum(e.num_preemptions for e in finished.values()) == len(preempted)
     assert all(e.reason == "length" for e in finished.values())
+
+
+def test_a_resumed_request_computes_again_only_what_it_does_not_find() -> None:
+    log = EventLog()
+    recorder = Recorder(log)
+    core = make_core(log=log, num_blocks=9, max_num_seqs=2)
+    core.add(make_request("old", [4, 5, 6, 7, 8, 9, 10, 11], max_tokens=13, ignore_eos=True), 0)
+    core.add(make_request("new", [5, 5, 6, 7, 8, 9, 10, 11], max_tokens=18, ignore_eos=True), 0)
+    core.add(make_request("next", [6, 5, 6, 7, 8, 9, 10, 11], max_tokens=2, ignore_eos=True), 0)
+
+    run_until_idle(core)
+
+    events = recorder.drain()
+    preempted = [e for e in events if isinstance(e, RequestPreempted)]
+    resumed = [e for e in events if isinstance(e, RequestResumed)]
+    assert [e.request for e in preempted] == [e.request for e in resumed] == ["new"]
+    assert resumed[0].hit_tokens > 0
+    assert resumed[0].recompute_tokens == preempted[0].tokens_at_risk - resumed[0].hit_tokens
+    assert sum(e.recomputed_tokens for e in events if isinstance(e, StepCompleted)) == resumed[0].recompute_tokens
+
+
+def test_evictions_tell_ages_idle_times_and_hits_by_the_clock() -> None:
+    clock = FakeClock()
+    log = EventLog(clock=clock)
+    recorder = Recorder(log)
+    core = make_core(log=log, num_blocks=4)  # three usable blocks of four tokens
+    prompt = list(range(10, 15))
+    for request_id in ("first", "again"):  # the second one hits the first block
+        core.add(make_request(request_id, prompt, max_tokens=1), 0)
+        run_until_idle(core)
+        clock.advance(10)
+
+    core.add(make_request("other", list(range(30, 42)), max_tokens=1), 0)
+    run_until_idle(core)
+
+    evicted = [e for e in recorder.drain() if isinstance(e, BlocksEvicted)]
+    assert [(e.ages_ns, e.idles_ns, e.hits) for e in evicted] == [([20_000_000_000], [10_000_000_000], [1])]
 
 
 def test_the_newest_request_yields_and_says_in_whose_favour() -> None:

@@ -99,7 +99,7 @@ def test_a_repeated_prompt_hits_all_full_blocks_but_never_its_last_token(num_tok
     first, second = (e for e in recorder.drain() if isinstance(e, RequestAdmitted))
     assert (first.queried_tokens, first.hit_tokens) == (num_tokens, 0)
     assert (second.queried_tokens, second.hit_tokens) == (num_tokens, expected_hits)
-    assert second.granularity_lost_tokens == num_tokens - expected_hits
+    assert first.granularity_lost_tokens == second.granularity_lost_tokens == num_tokens - expected_hits
 
 
 def test_an_abort_in_prefill_frees_blocks_at_once() -> None:

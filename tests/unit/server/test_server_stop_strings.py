@@ -37,6 +37,7 @@ def run(pieces: list[str], stops: list[str]) -> str:
 @example("abcabcabd", ["abcabd"], [3, 6])  # falls back to a shorter border
 @example("abcd", ["abcd", "bc"], [])
 @example("aaab", ["aab"], [1, 2, 3])
+@example("ab", ["b", "ab"], [])
 def test_any_split_of_a_text_ends_before_the_first_complete_stop_string(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
