@@ -151,7 +151,7 @@ def test_a_file_that_is_not_gguf_is_refused_and_leaves_nothing(tmp_path: Path) -
 def test_a_cache_that_cannot_be_written_is_reported_with_the_remedy(original: tuple[Path, Any], tmp_path: Path) -> None:
     (tmp_path / "models").write_text("a file where the folder should be")
 
-    with pytest.raises(ModelError, match="set KVWATCH_CACHE_DIR to a writable folder"):
+    with pytest.raises(ModelError, match="choose another folder with --cache-dir"):
         convert_gguf(original[0], tmp_path / "models")
 
 
