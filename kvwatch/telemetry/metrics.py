@@ -212,7 +212,7 @@ REQUESTS_FINISHED = _counter(
     action="abort: clients hang up; error: look at the logs.",
 )  # fmt: skip
 REQUESTS_REJECTED = _counter(
-    "requests_rejected", "Requests refused before they were queued.", "1", ("reason",), moves="On 4xx by the engine.",
+    "requests_rejected", "Requests refused before they were queued.", "1", ("reason",), moves="On every refusal, whether the API or the engine refuses.",
     action="queue_full: the engine is overloaded.",
 )  # fmt: skip
 PROMPT_TOKENS = _counter("prompt_tokens", "Prompt tokens of admitted requests.", "tokens", moves="At first admission.")
