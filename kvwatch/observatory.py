@@ -1,5 +1,7 @@
 """The observatory inside an engine's process: one thread that collects events and answers on the metrics listener.
 
+Further parts (an exporter, a recorder, the stream) follow the log beside the ledger, each with a cursor of its own.
+
     log = EventLog()
     identity = EngineIdentity("chat", model_name="smollm2")
     observatory = Observatory(log, control, identity, metrics_listen="127.0.0.1:9400")
@@ -15,6 +17,8 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import structlog
 
@@ -26,9 +30,9 @@ from kvwatch.exporters.prometheus.asgi import MetricsApp, make_listener
 from kvwatch.exporters.prometheus.families import ViewCollector
 from kvwatch.exporters.prometheus.page import MetricsPage
 from kvwatch.exporters.prometheus.process import ProcessMetrics
-from kvwatch.ledger.collector import Collector
+from kvwatch.ledger.collector import Collector, Follower
 from kvwatch.ledger.mirror import Mirror
-from kvwatch.ledger.view import View
+from kvwatch.ledger.view import Sample, View
 from kvwatch.telemetry.log import EventLog
 
 METRICS_SETTING = "--metrics-listen"
@@ -36,6 +40,40 @@ STOP_SECONDS = 5.0
 """`stop` waits no longer than this for the thread."""
 
 logger = structlog.get_logger(__name__)
+
+
+class Part(Protocol):
+    """Something that lives on the observatory's thread beside the ledger: an exporter, the recorder, the stream."""
+
+    @property
+    def name(self) -> str:
+        """Value of the label `subscriber` in its own metrics; one for each part."""
+        ...
+
+    @property
+    def follower(self) -> Follower | None:
+        """What the log's events are brought to; none if it needs none."""
+        ...
+
+    def open(self) -> None:
+        """Take what may be refused (ports, files) on the caller's thread, before anything runs.
+
+        Raises:
+            ExporterError: with what was refused and the setting to change.
+        """
+        ...
+
+    def samples(self) -> Iterable[Sample]:
+        """Return its own metrics as they are now. Any thread."""
+        ...
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Do what it does besides following, until `stop` is set."""
+        ...
+
+    def close(self) -> None:
+        """Give back what `open` took; called once, on the observatory's thread, when nothing more will come."""
+        ...
 
 
 class Observatory:
@@ -46,17 +84,19 @@ class Observatory:
         control: The engine.
         identity: Labels of every series.
         metrics_listen: `HOST:PORT` of the metrics listener, port 0 for any free one; none for no listener.
+        parts: What else follows the log.
         view_interval_seconds: Least time between two views while the engine is busy; 0 for one at every step.
         render_interval_seconds: Least time between two renderings of the page; 0 renders for every scrape.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - by keyword
         self,
         log: EventLog,
         control: EngineControl,
         identity: EngineIdentity,
         *,
         metrics_listen: str | None = None,
+        parts: Sequence[Part] = (),
         view_interval_seconds: float = 0.1,
         render_interval_seconds: float = 1.0,
     ) -> None:
@@ -64,11 +104,12 @@ class Observatory:
         self._control = control
         self._metrics_listen = metrics_listen
         self._mirror = Mirror(log.clock, view_interval_seconds)
-        self._collector: Collector | None = None
+        self._parts = parts
+        self._collectors: list[Collector] = []
         self._cpu_seconds = 0.0
         self._process = ProcessMetrics(self._subscribers, self._thread_seconds)
         self._page = MetricsPage(
-            ViewCollector(lambda: self._mirror.view, [self._process], identity),
+            ViewCollector(lambda: self._mirror.view, [self._process, *(part.samples for part in parts)], identity),
             log.clock,
             render_interval_seconds,
         )
@@ -106,13 +147,19 @@ class Observatory:
 
         Raises:
             ConfigError: `metrics_listen` is no address.
-            ExporterError: the address cannot be bound, the observatory was started before, or its thread failed.
+            ExporterError: an address cannot be bound, a part cannot open, the observatory was started before, or its
+                thread failed.
         """
         if self._thread is not None:
             raise ExporterError("the observatory was started before; make a new one for every start")
         if self._metrics_listen is not None:
             self._socket = bind(self._metrics_listen, METRICS_SETTING)
-        self._collector = Collector(self._log, self._control.snapshot, self._mirror)
+        for part in self._parts:
+            part.open()
+        followers = [("ledger", self._mirror), *((part.name, part.follower) for part in self._parts)]
+        self._collectors = [
+            Collector(self._log, self._control.snapshot, follower, name) for name, follower in followers if follower
+        ]
         self._thread = threading.Thread(target=self._run, name="kvwatch-observatory", daemon=True)
         self._thread.start()
         self._has_begun.wait()
@@ -145,12 +192,13 @@ class Observatory:
             self._has_begun.set()
 
     async def _main(self) -> None:
-        assert self._collector is not None
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         try:
             listener = self._make_listener()
-            tasks = [self._collector.run(self._stop), self._measure(self._stop)]
+            tasks = [self._measure(self._stop)]
+            tasks += [collector.run(self._stop) for collector in self._collectors]
+            tasks += [part.run(self._stop) for part in self._parts]
             if listener is not None:
                 tasks.append(listener.serve(self._stop))
             self._has_begun.set()
@@ -159,7 +207,7 @@ class Observatory:
                 if isinstance(outcome, Exception):
                     logger.error("a part of the observatory failed; the engine is not affected", error=repr(outcome))
         finally:
-            self._collector.finish()
+            self._end_parts()
             if self._socket is not None:
                 self._socket.close()
 
@@ -178,8 +226,16 @@ class Observatory:
             except TimeoutError:
                 continue
 
+    def _end_parts(self) -> None:
+        ends = [each.finish for each in self._collectors] + [part.close for part in self._parts]
+        for end in ends:
+            try:
+                end()
+            except Exception as error:  # the others must still write what they have
+                logger.warning("a part of the observatory did not end well", error=repr(error))
+
     def _subscribers(self) -> list[Collector]:
-        return [] if self._collector is None else [self._collector]
+        return self._collectors
 
     def _thread_seconds(self) -> dict[str, float]:
         return {"observatory": self._cpu_seconds, "render": self._page.cpu_seconds}

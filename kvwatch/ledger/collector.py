@@ -1,4 +1,7 @@
-"""Brings a mirror the events of one log, and heals it when events were lost.
+"""Brings a follower the events of one log, and heals it when events were lost.
+
+A follower is whatever turns events into something else: the mirror behind the metrics, spans, files, a stream. Each has
+a collector and so a cursor of its own: one that is slow or fails loses events alone.
 
 Runs on the observatory's event loop. It takes at most `BATCH` events at a time and yields between batches, so that it
 never holds the interpreter for long; nothing that goes wrong here reaches the engine. Both kinds of trouble, lost
@@ -6,13 +9,14 @@ events and an error in here, end in the same way: a snapshot of the engine, and 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import structlog
 
 from kvwatch.errors import ControlError
-from kvwatch.ledger.mirror import Mirror
 from kvwatch.telemetry.log import EventLog, GapError
+from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import EngineSnapshot
 
 BATCH = 256
@@ -32,29 +36,52 @@ LOG_SECONDS = 60.0
 logger = structlog.get_logger(__name__)
 
 
+class Follower(Protocol):
+    """What a collector feeds. All calls come from one thread, the observatory's, and must be short.
+
+    What is raised is counted and logged; the follower is then given a snapshot and continues from there.
+    """
+
+    def load(self, snapshot: EngineSnapshot) -> None:
+        """Begin anew from a snapshot: at first, and after events were lost."""
+        ...
+
+    def apply(self, events: Sequence[Event]) -> None:
+        """Take up to `BATCH` events in order; they continue where the snapshot or the last ones ended. May be empty."""
+        ...
+
+    def settle(self) -> None:
+        """Called again and again while there is nothing to apply."""
+        ...
+
+    def publish(self) -> None:
+        """Make visible what was applied: nothing more will come."""
+        ...
+
+
 class Collector:
-    """The ledger's subscriber. One thread at a time, except the counts, which any thread may read.
+    """A follower's subscription. One thread at a time, except the counts, which any thread may read.
 
     Args:
         log: Where events come from; subscribed to at once.
         take_snapshot: Asks the engine for its state, with a timeout in seconds; raises `ControlError` if it is late.
-        mirror: What is kept up to date.
+        follower: What is kept up to date.
         name: Label of the collector's own metrics.
     """
 
     def __init__(
-        self, log: EventLog, take_snapshot: Callable[[float], EngineSnapshot], mirror: Mirror, name: str = "ledger"
+        self, log: EventLog, take_snapshot: Callable[[float], EngineSnapshot], follower: Follower, name: str = "ledger"
     ) -> None:
         self._log = log
         self._take_snapshot = take_snapshot
-        self._mirror = mirror
+        self._follower = follower
         self._cursor = log.subscribe(name)
         self._is_attached = False
         self._needs_snapshot = True
         self._logged_ns: int | None = None
         self.name = name
         self.num_errors = 0
-        """Errors in here or in the mirror."""
+        """Errors in here or in the follower."""
 
     @property
     def lag(self) -> int:
@@ -77,14 +104,14 @@ class Collector:
             return 0
         try:
             events = self._cursor.read(BATCH)
-            self._mirror.apply(events)
+            self._follower.apply(events)
             if not events:
-                self._mirror.settle()
+                self._follower.settle()
         except GapError:
             self._needs_snapshot = True
         except Exception as error:  # the observatory must survive its own defects
             self.num_errors += 1
-            self._report("the ledger failed and begins anew from a snapshot", error)
+            self._report("a follower of the log failed and begins anew from a snapshot", error)
             self._needs_snapshot = True
         else:
             return len(events)
@@ -117,7 +144,7 @@ class Collector:
         while self._cursor.position < end and self.drain():
             pass
         if not self._needs_snapshot:
-            self._mirror.publish()
+            self._follower.publish()
         self._cursor.close()
 
     async def _heal_off_loop(self) -> bool:
@@ -135,7 +162,7 @@ class Collector:
         return False
 
     def _adopt(self, snapshot: EngineSnapshot) -> None:
-        self._mirror.load(snapshot)
+        self._follower.load(snapshot)
         if self._is_attached:
             self._cursor.resume_at(snapshot.seq)
         else:  # the events before the first snapshot are contained in it: nothing was lost
