@@ -104,8 +104,9 @@ def make_model_info(folder: Path, vocab_size: int, **defaults: float) -> ModelIn
 class RunningServer:
     """A server under test."""
 
-    def __init__(self, engine: Engine, app: Starlette, dispatcher: OutputDispatcher, port: int) -> None:
+    def __init__(self, engine: Engine, app: Starlette, dispatcher: OutputDispatcher, port: int, log: EventLog) -> None:
         self.engine = engine
+        self.log = log
         self.app = app
         self.dispatcher = dispatcher
         self.port = port
@@ -158,16 +159,17 @@ def arithmetic_server(
     )
     model.block_size = limits.block_size
     dispatcher = OutputDispatcher()
-    engine = Engine(limits, model, EventLog(), dispatcher)
+    log = EventLog()
+    engine = Engine(limits, model, log, dispatcher)
     info = make_model_info(folder, model.vocab_size)
     app = create_app(engine, dispatcher, info, settings or ServerSettings(), metrics_app)
-    with serve(engine, app, dispatcher, send_buffer_bytes) as running:
+    with serve(engine, app, dispatcher, log, send_buffer_bytes) as running:
         yield running
 
 
 @contextmanager
 def serve(
-    engine: Engine, app: Starlette, dispatcher: OutputDispatcher, send_buffer_bytes: int | None = None
+    engine: Engine, app: Starlette, dispatcher: OutputDispatcher, log: EventLog, send_buffer_bytes: int | None = None
 ) -> Iterator[RunningServer]:
     """Serve an application on a free port. A small send buffer makes slow readers felt early."""
     server = make_server(app)
@@ -179,7 +181,7 @@ def serve(
         thread.start()
         try:
             wait_until(lambda: server.started)
-            yield RunningServer(engine, app, dispatcher, listener.getsockname()[1])
+            yield RunningServer(engine, app, dispatcher, listener.getsockname()[1], log)
         finally:
             server.should_exit = True
             thread.join(20)

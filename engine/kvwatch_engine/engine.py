@@ -107,6 +107,11 @@ class Engine:
         """Longest possible sequence in tokens: min(model, pool)."""
         return min(self.settings.max_model_len, (self.settings.num_blocks - 1) * self.settings.block_size)
 
+    @property
+    def max_queued_requests(self) -> int:
+        """Most requests that can wait at once."""
+        return self.settings.max_queued_requests
+
     def max_new_tokens(self, num_prompt_tokens: int, n: int) -> int:
         """Return the largest `max_tokens` with which such a request can run; below 1 when it cannot run at all."""
         size, capacity = self.settings.block_size, self.settings.num_blocks - 1

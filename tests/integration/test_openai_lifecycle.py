@@ -5,18 +5,20 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
-from builders import NullModel
+from builders import NullModel, Recorder
 from openai_server import MODEL, RunningServer, arithmetic_server, byte_level_tokenizer, save_tokenizer, wait_until
 from starlette.types import Message, Receive, Scope, Send
 
+from kvwatch.telemetry.events import RequestRejected
 from kvwatch_engine.contracts.step import StepInput
 from kvwatch_engine.server import Drain, ServerSettings
 
@@ -236,6 +238,36 @@ def test_while_draining_running_requests_finish_and_new_ones_are_refused(folder:
         assert not running.done()
         assert running.result(30).json()["usage"]["completion_tokens"] == 400
         wait_until(lambda: drain_of(server).num_running == 0)
+
+
+def test_a_request_whose_body_came_just_before_the_drain_is_counted_as_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with arithmetic_server(folder, NullModel(401)) as server:
+        drain, recorder = drain_of(server), Recorder(server.log)
+        arrive = drain.unless_draining
+
+        async def arrive_and_drain(arrival: Coroutine[Any, Any, bytes]) -> bytes:
+            body = await arrive(arrival)
+            drain.begin_drain()
+            return body
+
+        monkeypatch.setattr(drain, "unless_draining", arrive_and_drain)
+        answer = server.post("/v1/chat/completions", messages=HI)
+
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+        wait_until(lambda: any(isinstance(event, RequestRejected) for event in recorder.drain()))
+        assert [event.reason for event in recorder.drain() if isinstance(event, RequestRejected)] == ["draining"]
+
+
+def test_more_prompts_than_the_queue_takes_are_refused_for_good_even_when_idle(folder: Path) -> None:
+    with arithmetic_server(folder, NullModel(401), max_queued_requests=2) as server:
+        too_many = server.post("/v1/completions", prompt=["a", "b", "c"], max_tokens=1)
+        enough = server.post("/v1/completions", prompt=["a", "b"], max_tokens=1)
+
+        assert too_many.status_code == 400
+        assert "3 prompts, but the queue takes 2" in too_many.json()["error"]["message"]
+        assert len(enough.json()["choices"]) == 2
 
 
 def test_a_drain_of_the_engine_is_a_503_too(folder: Path) -> None:

@@ -36,8 +36,9 @@ def model_server(folder: Path, **engine_settings: object) -> Iterator[RunningSer
     limits = make_settings(**values)
     dispatcher = OutputDispatcher()
     runner = ModelRunner(model, KVCache(model.cache_spec(limits.block_size), limits.num_blocks))
-    engine = Engine(limits, runner, EventLog(), dispatcher)
-    with serve(engine, create_app(engine, dispatcher, model.info, ServerSettings()), dispatcher) as running:
+    log = EventLog()
+    engine = Engine(limits, runner, log, dispatcher)
+    with serve(engine, create_app(engine, dispatcher, model.info, ServerSettings()), dispatcher, log) as running:
         yield running
 
 

@@ -83,6 +83,11 @@ class EngineClient(Protocol):
         """Longest possible sequence in tokens, prompt and output together: min(model, pool)."""
         ...
 
+    @property
+    def max_queued_requests(self) -> int:
+        """Most requests that can wait at once."""
+        ...
+
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; its outputs come through the engine's `OutputListener`.
 

@@ -96,7 +96,7 @@ def decoder_config(config: PreTrainedConfig) -> DecoderConfig:
     """Translate a transformers configuration of a supported architecture.
 
     Raises:
-        ModelError: its activation function is not supported.
+        ModelError: its activation function is not supported, or its context holds no prompt with an answer.
     """
     if config.hidden_act not in SUPPORTED_ACTIVATIONS:
         supported = ", ".join(SUPPORTED_ACTIVATIONS)
@@ -125,11 +125,17 @@ def decoder_config(config: PreTrainedConfig) -> DecoderConfig:
 
 
 def _max_position(config: PreTrainedConfig) -> int:
-    """Return the longest context; yarn configurations give the length before stretching, and the factor."""
+    """Return the longest context; yarn configurations give the length before stretching, and the factor.
+
+    Raises:
+        ModelError: no prompt with an answer fits.
+    """
     rope = config.rope_parameters
     longest = int(config.max_position_embeddings)
     if rope["rope_type"] == "yarn" and rope.get("factor"):
         longest = max(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    if longest < 2:
+        raise ModelError(f"max_position_embeddings is {longest}: a prompt and an answer need at least 2 positions")
     return longest
 
 

@@ -64,6 +64,12 @@ class CompletionPlanner(Planner):
                 f"prompt has {len(prompts)} prompts, times n = {n} choices; the limit is {limit} choices in all",
                 param="prompt",
             )
+        if len(prompts) > self.max_prompts:  # more could never be queued, not even when nothing else is
+            raise RequestInvalid(
+                f"prompt has {len(prompts)} prompts, but the queue takes {self.max_prompts}; send fewer at once, "
+                "or raise --max-queued-requests",
+                param="prompt",
+            )
         return prompts
 
     async def _tokens(self, prompt: Prompt) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """The way of a generation request: body, plan, engine, answer."""
 
+from contextlib import ExitStack
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -38,13 +40,14 @@ class GenerationEndpoint:
             ClientGone: there is nobody to answer.
         """
         record = record_of(scope)
-        try:
-            body = await self._drain.unless_draining(read_body(Request(scope, receive), self._settings))
-            plan = await self._planner.plan(body)
-        except (RequestRejected, ApiError) as error:
-            self._generations.note_rejection(record.request_id, error)
-            raise
-        with self._drain.running():
+        with ExitStack() as running:
+            try:
+                body = await self._drain.unless_draining(read_body(Request(scope, receive), self._settings))
+                plan = await self._planner.plan(body)
+                running.enter_context(self._drain.running())
+            except (RequestRejected, ApiError) as error:
+                self._generations.note_rejection(record.request_id, error)
+                raise
             record.answer_id, record.is_stream = plan.job.id, plan.is_stream
             async with self._generations.start(plan.job, receive) as run:
                 try:

@@ -55,6 +55,11 @@ class Planner(ABC):
         """Longest sequence in tokens, prompt and answer together."""
         return self._engine.max_model_len
 
+    @property
+    def max_prompts(self) -> int:
+        """Most prompts of one body: all of them are queued at once."""
+        return self._engine.max_queued_requests
+
     def bounds(self) -> Bounds:
         """Return what sampling parameters are measured against."""
         return Bounds(

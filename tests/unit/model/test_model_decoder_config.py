@@ -46,6 +46,12 @@ def test_other_activations_are_refused_by_name() -> None:
         decoder_config(LlamaConfig(hidden_act="gelu"))
 
 
+@pytest.mark.parametrize("longest", [0, 1])
+def test_a_context_that_holds_no_prompt_with_an_answer_is_refused(longest: int) -> None:
+    with pytest.raises(ModelError, match=f"max_position_embeddings is {longest}"):
+        decoder_config(LlamaConfig(max_position_embeddings=longest))
+
+
 def test_an_architecture_may_be_left_out_of_the_file(tmp_path: Path) -> None:
     config = read_config(folder_with(tmp_path, {key: LLAMA[key] for key in LLAMA if key != "architectures"}))
 
