@@ -6,16 +6,26 @@ them from the engine as often as they like.
 
 import threading
 import time
-from typing import Literal
+from collections.abc import Iterable
+from typing import Protocol
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.openmetrics import exposition as openmetrics
-from prometheus_client.registry import Collector
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST
 
+from kvwatch.exporters.prometheus.families import Family
+from kvwatch.exporters.prometheus.writer import Format, PageWriter
 from kvwatch.telemetry.clock import Clock
 
-Format = Literal["text", "openmetrics"]
+CONTENT_TYPES: dict[Format, str] = {"text": CONTENT_TYPE_PLAIN_0_0_4, "openmetrics": CONTENT_TYPE_LATEST}
+
+
+class FamilySource(Protocol):
+    """What a page shows."""
+
+    def families(self) -> Iterable[Family]:
+        """Return the families as they are now. Any thread."""
+        ...
 
 
 class Rendered(msgspec.Struct, frozen=True):
@@ -46,10 +56,11 @@ class MetricsPage:
         interval_seconds: Age in seconds up to which a page is shared; 0 renders for everybody.
     """
 
-    def __init__(self, collector: Collector, clock: Clock, interval_seconds: float = 1.0) -> None:
+    def __init__(self, collector: FamilySource, clock: Clock, interval_seconds: float = 1.0) -> None:
         self._collector = collector
         self._clock = clock
         self._interval_ns = round(interval_seconds * 1e9)
+        self._writer = PageWriter()
         self._lock = threading.Lock()
         self._pages: dict[Format, Rendered] = {}
         self.num_renderings = 0
@@ -74,12 +85,7 @@ class MetricsPage:
 
     def _render(self, form: Format) -> Rendered:
         now = self._clock.monotonic_ns()
-        if form == "openmetrics":
-            # The client's functions want a registry but only collect from it.
-            body = openmetrics.generate_latest(self._collector)  # type: ignore[no-untyped-call]
-            page = Rendered(body, openmetrics.CONTENT_TYPE_LATEST, now)
-        else:
-            page = Rendered(generate_latest(self._collector), CONTENT_TYPE_PLAIN_0_0_4, now)
+        page = Rendered(self._writer.write(self._collector.families(), form), CONTENT_TYPES[form], now)
         self._pages[form] = page
         self.num_renderings += 1
         return page

@@ -3,8 +3,10 @@
 from kvwatch.derive.scenario import ScenarioClock, opening_snapshot, play
 from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.exporters.prometheus.families import ViewCollector
-from kvwatch.exporters.prometheus.page import Format, MetricsPage
+from kvwatch.exporters.prometheus.gateway import gateway_samples
+from kvwatch.exporters.prometheus.page import MetricsPage
 from kvwatch.exporters.prometheus.process import ProcessMetrics
+from kvwatch.exporters.prometheus.writer import Format
 from kvwatch.ledger.collector import Collector
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.telemetry.log import EventLog
@@ -23,5 +25,7 @@ def sample_page(form: Format) -> bytes:
     play(log, clock)
     collector.finish()
     process = ProcessMetrics(lambda: [collector], lambda: {"observatory": 0.25, "render": 0.125})
-    page = MetricsPage(ViewCollector(lambda: mirror.view, [process], IDENTITY), clock)
+    page = MetricsPage(
+        ViewCollector(lambda: mirror.view, [process, lambda: gateway_samples(mirror.view)], IDENTITY), clock
+    )
     return page.render(ACCEPT[form]).body

@@ -12,33 +12,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from naive_engine import ManualClock
-from prometheus_client.metrics_core import GaugeMetricFamily
-from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from prometheus_client.registry import Collector
 
 from kvwatch.exporters.identity import COMMON_LABELS, EngineIdentity
-from kvwatch.exporters.prometheus.families import ViewCollector
+from kvwatch.exporters.prometheus.families import Family, ViewCollector
 from kvwatch.exporters.prometheus.page import MetricsPage, negotiate
 from kvwatch.exporters.prometheus.sample_page import sample_page
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.ledger.view import Sample
 from kvwatch.telemetry import metrics as m
+from kvwatch.telemetry.schema import MetricKind
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "exposition.txt"
 
 
-class Counting(Collector):
+class Counting:
     """Collects one gauge that tells how often it was collected."""
 
     def __init__(self) -> None:
         self.calls = 0
 
-    def collect(self) -> Iterator[Family]:
+    def families(self) -> Iterator[Family]:
         self.calls += 1
         time.sleep(0.01)
-        yield GaugeMetricFamily("calls", "Calls.", self.calls)
+        yield Family("calls", MetricKind.GAUGE, "Calls.", (), [((), self.calls)])
 
 
 def test_the_page_of_the_scenario_is_the_golden_one_byte_for_byte() -> None:

@@ -1,0 +1,179 @@
+"""Turns the engine's block events into events of the wire.
+
+The two differ in what they speak of: kvwatch tells what happens to blocks, the wire tells which hashes can be found. So
+a hash that two blocks hold is told once, and removed when the last of them has lost it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from kvwatch.exporters.kv_events.residency import Content, Key, Residency, packed, removed_events, stored_event
+from kvwatch.telemetry.events import (
+    BlocksEvicted,
+    BlocksStored,
+    CacheCleared,
+    EngineEnded,
+    RequestFinished,
+    RequestQueued,
+)
+from kvwatch.telemetry.schema import Event
+from kvwatch.telemetry.snapshot import EngineSnapshot
+from kvwatch.wire.kv_events import AllBlocksCleared, WireEvent, WireHash, int_hash
+
+HashKind = Literal["int", "bytes"]
+
+MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
+"""Tiers in the words of the wire, whatever the device is."""
+
+MAX_BLOCKS_PER_EVENT = 512
+"""Blocks in one event when everything resident is told."""
+
+Place = tuple[str, str, int]
+"""Tier, group, block id."""
+
+
+class Translator:
+    """Follows one engine. Observatory thread only; memory is O(blocks that have a hash).
+
+    `load` a snapshot first. Every method returns what is to be published, in order.
+    """
+
+    def __init__(self, hash_kind: HashKind = "int") -> None:
+        self._wire_hash: Callable[[bytes], WireHash] = int_hash if hash_kind == "int" else bytes
+        self._held: dict[Place, Key] = {}
+        """What each block holds."""
+        self._num_holders: dict[Key, int] = {}
+        self._adapters: dict[str, str] = {}
+        """Adapter of each live request that has one."""
+        self._block_size = 0
+        self.residency = Residency()
+        """What a reader of everything published knows to be resident."""
+        self._handlers: dict[type[Event], Callable[[Any], list[WireEvent]]] = {
+            BlocksStored: self._store,
+            BlocksEvicted: self._evict,
+            CacheCleared: self._clear,
+            EngineEnded: self._end,
+            RequestQueued: self._note_adapter,
+            RequestFinished: self._forget_adapter,
+        }
+
+    def load(self, snapshot: EngineSnapshot) -> list[WireEvent]:
+        """Begin anew from a snapshot: readers forget everything, then are told what is resident.
+
+        Parents and tokens of what was resident before are still true, since a hash names its content and all before it.
+        """
+        before = self.residency
+        self._block_size = snapshot.block_size_tokens
+        self.residency = Residency()
+        self._held.clear()
+        self._num_holders.clear()
+        unknown = Content(self._block_size)
+        for tier in snapshot.tiers:
+            for block, digest in enumerate(tier.hashes):
+                if digest is not None:
+                    key = self._key(tier.tier, "0", digest)
+                    self._hold((tier.tier, "0", block), key)
+                    self.residency.add(key, before.get(key) or unknown)
+        live = {request.request for request in snapshot.requests}
+        self._adapters = {request: name for request, name in self._adapters.items() if request in live}
+        return [AllBlocksCleared(), *self.residency.events(MAX_BLOCKS_PER_EVENT)]
+
+    def apply(self, event: Event) -> list[WireEvent]:
+        """Follow one event; return what it means to readers, usually nothing."""
+        handler = self._handlers.get(type(event))
+        return handler(event) if handler is not None else []
+
+    # ------------------------------------------------------------ events
+
+    def _store(self, event: BlocksStored) -> list[WireEvent]:
+        """Tell the hashes that are new; a run ends where a hash was known already, since its parent must be given."""
+        told: list[WireEvent] = []
+        keys: list[Key] = []
+        contents: list[Content] = []
+        parent = None if event.parent is None else self._wire_hash(event.parent)
+        for index, (digest, block) in enumerate(zip(event.hashes, event.block_ids, strict=True)):
+            key = self._key(event.tier, event.group, digest)
+            told += self._replace((event.tier, event.group, block), key)
+            if key in self.residency:
+                told += _run(keys, contents)
+                keys, contents = [], []
+            else:
+                content = self._content(event, index, parent)
+                self.residency.add(key, content)
+                keys.append(key)
+                contents.append(content)
+            parent = key.content
+        return told + _run(keys, contents)
+
+    def _evict(self, event: BlocksEvicted) -> list[WireEvent]:
+        if event.reason == "reset":  # the CacheCleared that follows tells all of it at once
+            return []
+        gone = [self._let_go((event.tier, event.group, block)) for block in event.block_ids]
+        return self._remove([key for key in gone if key is not None])
+
+    def _clear(self, event: CacheCleared) -> list[WireEvent]:
+        gone = [key for key in self.residency if key.medium == MEDIA[event.tier]]
+        self._held = {place: key for place, key in self._held.items() if place[0] != event.tier}
+        for key in gone:
+            del self._num_holders[key]
+        if len(gone) < len(self.residency):  # other tiers keep what they have
+            return self._remove(gone)
+        self.residency.clear()
+        return [AllBlocksCleared()]
+
+    def _end(self, _event: EngineEnded) -> list[WireEvent]:
+        """An engine that has ended holds nothing; who looks for its blocks should look elsewhere."""
+        self._held.clear()
+        self._num_holders.clear()
+        self.residency.clear()
+        return [AllBlocksCleared()]
+
+    def _note_adapter(self, event: RequestQueued) -> list[WireEvent]:
+        if event.adapter:
+            self._adapters[event.request] = event.adapter
+        return []
+
+    def _forget_adapter(self, event: RequestFinished) -> list[WireEvent]:
+        self._adapters.pop(event.request, None)
+        return []
+
+    # ------------------------------------------------------------ parts
+
+    def _key(self, tier: str, group: str, digest: bytes) -> Key:
+        return Key(MEDIA[tier], int(group), self._wire_hash(digest))
+
+    def _content(self, event: BlocksStored, index: int, parent: WireHash | None) -> Content:
+        tokens = packed(event.token_ids[index]) if event.token_ids is not None else ()
+        adapter = self._adapters.get(event.request)
+        return Content(self._block_size, parent, tokens, adapter, (adapter,) if adapter else ())
+
+    def _remove(self, keys: list[Key]) -> list[WireEvent]:
+        for key in keys:
+            self.residency.remove(key)
+        return list(removed_events(keys))
+
+    def _replace(self, place: Place, key: Key) -> list[WireEvent]:
+        """Let a block hold `key`, and whatever it held before, which no engine should do, be gone."""
+        gone = self._let_go(place)
+        self._hold(place, key)
+        return self._remove([gone]) if gone is not None and gone != key else []
+
+    def _hold(self, place: Place, key: Key) -> None:
+        self._held[place] = key
+        self._num_holders[key] = self._num_holders.get(key, 0) + 1
+
+    def _let_go(self, place: Place) -> Key | None:
+        """Forget what a block held; return it if that was the last block to hold it."""
+        key = self._held.pop(place, None)
+        if key is None:
+            return None
+        left = self._num_holders[key] - 1
+        if left:
+            self._num_holders[key] = left
+            return None
+        del self._num_holders[key]
+        return key
+
+
+def _run(keys: Sequence[Key], contents: Sequence[Content]) -> list[WireEvent]:
+    return [stored_event(keys, contents)] if keys else []
