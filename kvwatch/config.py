@@ -35,6 +35,8 @@ HIDDEN = "********"
 
 # A Kubernetes service called "kvwatch" puts such variables into every pod of its namespace.
 _SERVICE_LINK = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_.*)?)")
+_BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_BYTE_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
 _NONE = {"", "none", "null"}
 
@@ -280,3 +282,21 @@ def _hint(raw: object) -> str:
     if isinstance(raw, str) and raw.startswith(("tcp://", "udp://")):
         return "; a Kubernetes service of that name sets it: set enableServiceLinks: false in the pod, or rename it"
     return ""
+
+
+def parse_bytes(text: str, setting: str) -> int:
+    """Read a size such as `4GiB`, `512M` or `1073741824`; units are powers of 1024.
+
+    Raises:
+        ConfigError: it is no size, or 0.
+    """
+    match = _BYTE_SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _BYTE_UNITS[match[2].upper()]) if match else 0
+    if size <= 0:
+        raise ConfigError(f"{setting}: {text!r} is no size above 0; write for instance 4GiB or 512MiB")
+    return size
+
+
+def shown_settings(settings: msgspec.Struct) -> dict[str, str]:
+    """Return settings as text; secrets are hidden."""
+    return {each.name: each.shown(getattr(settings, each.name)) for each in declared_settings(type(settings))}

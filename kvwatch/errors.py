@@ -4,7 +4,8 @@ KVWatchError
 ├── ConfigError (ValueError)     a flag, environment variable or configuration file is wrong
 ├── SchemaError (TypeError)      an event or metric declaration is inconsistent
 ├── ExporterError                an exporter could not start
-└── ControlError                 the engine refused or could not answer
+├── ControlError                 the engine refused or could not answer
+└── RecordingError               a recording cannot be read, or does not hold what was asked for
 """
 
 
@@ -26,3 +27,7 @@ class ExporterError(KVWatchError):
 
 class ControlError(KVWatchError):
     """The engine refused a control request, or has stopped and cannot answer it."""
+
+
+class RecordingError(KVWatchError):
+    """A recording is damaged, of another version, or does not hold what was asked for."""

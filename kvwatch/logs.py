@@ -1,7 +1,8 @@
 """Structured logs: one configuration for kvwatch, the engine and the libraries below them.
 
-Lines are JSON or made for a console. Whatever is bound with `bind_request` (the request's id) is on every line that
-the same task or thread logs. Lines of the standard library's logging, which uvicorn uses, take the same way out.
+Lines are JSON or made for a console. Whatever is bound with `bind_request` (the ids of the request and of its trace) is
+on every line that the same task or thread logs. Lines of the standard library's logging, which uvicorn uses, take the
+same way out.
 
 What people said to the model stays out of the logs: fields that could hold it are replaced unless `log_prompts` asks
 for them.
@@ -76,9 +77,13 @@ def configure_logs(
 
 
 @contextmanager
-def bind_request(request_id: str) -> Iterator[None]:
-    """Put `request_id` on every line logged inside, by this thread or task and by tasks that it starts."""
-    with structlog.contextvars.bound_contextvars(request_id=request_id):
+def bind_request(request_id: str, trace_id: str = "") -> Iterator[None]:
+    """Put a request's id, and that of its trace if there is one, on every line logged inside.
+
+    That is, by this thread or task and by tasks that it starts.
+    """
+    ids = {"request_id": request_id} | ({"trace_id": trace_id} if trace_id else {})
+    with structlog.contextvars.bound_contextvars(**ids):
         yield
 
 

@@ -174,6 +174,8 @@ def serve(
     """Serve an application on a free port. A small send buffer makes slow readers felt early."""
     server = make_server(app)
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        # asyncio sets it only on sockets that name their protocol, which those of `create_server` do not.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if send_buffer_bytes is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="uvicorn-under-test")

@@ -8,11 +8,12 @@ import secrets
 
 import structlog
 
-from kvwatch.telemetry.events import RequestRejected, StepFailed
+from kvwatch.telemetry.events import OutOfMemory, RequestRejected, StepFailed
 from kvwatch.telemetry.events.request import RejectionReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot, RequestState
 from kvwatch_engine.contracts.block import BlockHash
+from kvwatch_engine.contracts.errors import is_out_of_memory
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, SequenceOutput
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepExecutor, StepResult
@@ -48,7 +49,13 @@ class EngineCore:
         self._log = log
         self._block_bytes = block_bytes
         pool = BlockPool(settings.num_blocks, log)
-        self.manager = BlockManager(pool, settings.block_size, log, enable_prefix_cache=settings.enable_prefix_cache)
+        self.manager = BlockManager(
+            pool,
+            settings.block_size,
+            log,
+            enable_prefix_cache=settings.enable_prefix_cache,
+            emit_token_ids=settings.emit_token_ids,
+        )
         self.scheduler = Scheduler(settings, self.manager, log)
         self._num_steps = 0
         self._num_arrivals = 0
@@ -85,9 +92,16 @@ class EngineCore:
         self.scheduler.lifecycle.queue(request)
 
     def abort(
-        self, request_id: str, reason: FinishReason = FinishReason.ABORT, error: str = ""
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT, error: str = "", error_type: str = ""
     ) -> list[SequenceOutput]:
-        """End a request whatever its state; its blocks are free on return. Unknown ids are ignored."""
+        """End a request whatever its state; its blocks are free on return. Unknown ids are ignored.
+
+        Args:
+            request_id: the request.
+            reason: what its caller and telemetry are told.
+            error: what its caller is told about an error.
+            error_type: what telemetry is told about an error: its class.
+        """
         request = self.scheduler.lifecycle.find(request_id)
         if request is None:
             return []
@@ -95,7 +109,7 @@ class EngineCore:
             SequenceOutput(request_id=request_id, sequence=sequence.index, finish_reason=reason, error=error)
             for sequence in request.live_sequences()
         ]
-        self.scheduler.lifecycle.finish_request(request, reason)
+        self.scheduler.lifecycle.finish_request(request, reason, error_type)
         return outputs
 
     def stop_sequence(self, request_id: str, sequence: int) -> None:
@@ -144,12 +158,17 @@ class EngineCore:
     def _fail(self, scheduled: ScheduledStep, error: Exception) -> list[SequenceOutput]:
         logger.error("step failed", step=scheduled.input.step, error=type(error).__name__, exc_info=error)
         self._log.begin(scheduled.input.step)
+        error_type = type(error).__name__
         if self._log.active:
-            self._log.append(StepFailed(type(error).__name__))
+            if is_out_of_memory(error):
+                self._log.append(OutOfMemory(scheduled.input.num_tokens, len(scheduled.chunks)))
+            self._log.append(StepFailed(error_type))
         outputs: list[SequenceOutput] = []
         for chunk in scheduled.chunks:
             request_id = chunk.sequence.request.request_id
-            outputs += self.abort(request_id, FinishReason.ERROR, "the engine failed to compute this request")
+            outputs += self.abort(
+                request_id, FinishReason.ERROR, "the engine failed to compute this request", error_type
+            )
         return outputs
 
     # ------------------------------------------------------------------ truth
@@ -177,6 +196,7 @@ class EngineCore:
                 )
                 for request in self.scheduler.lifecycle.requests()
             ],
+            config=settings.numbers(),
         )
 
     def check_integrity(self) -> None:

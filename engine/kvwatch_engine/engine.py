@@ -10,26 +10,31 @@ what callers read directly (queue lengths, flags) are single integers.
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
+import msgspec
 import structlog
 
 from kvwatch.errors import ControlError
-from kvwatch.telemetry.events import DrainStarted
+from kvwatch.telemetry.events import DrainStarted, EngineEnded
 from kvwatch.telemetry.events.request import RejectionReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot
-from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid, rejection_reason
+from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid, RequestRejected, rejection_reason
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, OutputListener, SequenceOutput
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepExecutor
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.scheduling.policy import worst_case_blocks
+from kvwatch_engine.stall_watch import LendingExecutor, LogLease, StallWatch
 
 _IDLE_POLL_SECONDS = 0.5
 _BLOCKED_POLL_SECONDS = 0.01
+
+ENGINE_FAILED = "EngineFailed"
+"""Class of the error that ends all requests when the engine itself is defective."""
 
 T = TypeVar("T")
 Command = Callable[[EngineCore], None]
@@ -55,11 +60,24 @@ class Engine:
         listener: OutputListener,
         *,
         block_bytes: int = 0,
+        memory_bytes: Mapping[str, int] | None = None,
     ) -> None:
+        """Create an engine that does not run yet.
+
+        Args:
+            settings: limits and policies.
+            executor: computes the steps.
+            log: where events go.
+            listener: is told what each step brought.
+            block_bytes: size of one block over all layers, for telemetry.
+            memory_bytes: memory of the device by what it is for (`weights`, `kv`, `workspace`), for telemetry.
+        """
         self.settings = settings
         self._log = log
         self._listener = listener
-        self._core = EngineCore(settings, executor, log, block_bytes=block_bytes)
+        self._lease = LogLease()
+        self._core = EngineCore(settings, LendingExecutor(executor, self._lease), log, block_bytes=block_bytes)
+        self._memory_bytes = dict(memory_bytes or {})
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvwatch-engine", daemon=True)
         self._is_stopping = threading.Event()
@@ -68,6 +86,7 @@ class Engine:
         self._lock = threading.Lock()
         self._pending: dict[str, GenerationRequest] = {}  # submitted, not yet taken in; under the lock
         self._progress_ns = log.clock.monotonic_ns()
+        self._watch = StallWatch(log, self._lease, settings.stall_seconds, self._stuck_ns, self._queues)
 
     # ------------------------------------------------------------------ life
 
@@ -75,10 +94,12 @@ class Engine:
         """Start the step loop."""
         self._progress_ns = self._log.clock.monotonic_ns()
         self._thread.start()
+        self._watch.start()
 
     def stop(self, timeout_seconds: float = 10.0) -> None:
         """Stop the step loop after the current step; live requests end with reason `abort`."""
         self._is_stopping.set()
+        self._watch.stop()
         self._inbox.put(_wake_up)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_seconds)
@@ -126,22 +147,15 @@ class Engine:
             RequestInvalid: it can never run.
             EngineOverloaded: the queue is full, or the engine drains.
         """
+        queued_ns = self._log.clock.monotonic_ns()
         try:
             self._check_valid(request)
-        except RequestInvalid as error:
+            with self._lock:
+                self._check_room(request)
+                self._pending[request.request_id] = request
+        except RequestRejected as error:
             self.note_rejection(request.request_id, rejection_reason(error))
             raise
-        num_tokens = len(request.prompt_token_ids)
-        queued_ns = self._log.clock.monotonic_ns()
-        with self._lock:
-            overloaded = self._overload(num_tokens)
-            if overloaded is None:
-                if request.request_id in self._pending or self._core.scheduler.lifecycle.find(request.request_id):
-                    raise RequestInvalid(f"request id {request.request_id!r} is in use; choose another one")
-                self._pending[request.request_id] = request
-        if overloaded is not None:
-            self.note_rejection(request.request_id, overloaded.reason)
-            raise overloaded
         self._inbox.put(lambda core: self._take_in(core, request, queued_ns))
 
     def note_rejection(self, request_id: str, reason: RejectionReason) -> None:
@@ -164,7 +178,9 @@ class Engine:
         Raises:
             ControlError: the engine has stopped, or did not answer in time.
         """
-        return self._ask(lambda core: core.snapshot(), timeout_seconds)
+        snapshot = self._ask(lambda core: core.snapshot(), timeout_seconds)
+        state = "draining" if self._is_draining else "running"
+        return msgspec.structs.replace(snapshot, engine_state=state, memory_bytes=self._memory_bytes)
 
     def check_integrity(self, timeout_seconds: float = 5.0) -> None:
         """Verify all invariants of pool and tables between two steps.
@@ -179,8 +195,7 @@ class Engine:
         """Whether the step loop makes progress, or has nothing to do."""
         if self._has_failed or not self._thread.is_alive():
             return False
-        stuck_ns = self._log.clock.monotonic_ns() - self._progress_ns
-        return self.num_live_requests == 0 or stuck_ns < self.settings.stall_seconds * 1e9
+        return self._stuck_ns() < self.settings.stall_seconds * 1e9
 
     def is_ready(self) -> bool:
         """Whether new requests are accepted."""
@@ -189,6 +204,7 @@ class Engine:
     # ------------------------------------------------------------------ engine thread
 
     def _run(self) -> None:
+        self._lease.take()
         try:
             while not self._is_stopping.is_set():
                 self._carry_out_commands(wait_seconds=0 if self._core.has_work else _IDLE_POLL_SECONDS)
@@ -200,6 +216,8 @@ class Engine:
             logger.critical("the engine has failed and stopped", exc_info=True)
         finally:
             self._end_everything()
+            self._watch.stop()
+            self._lease.give()
 
     def _step(self) -> None:
         steps_before = self._core.num_steps
@@ -216,13 +234,20 @@ class Engine:
         if not self._core.has_work:
             self._progress_ns = self._log.clock.monotonic_ns()
         try:
-            command = self._inbox.get(timeout=wait_seconds) if wait_seconds else self._inbox.get_nowait()
+            command = self._await_command(wait_seconds) if wait_seconds else self._inbox.get_nowait()
             self._log.begin(self._core.num_steps)
             while True:
                 command(self._core)
                 command = self._inbox.get_nowait()
         except queue.Empty:
             return
+
+    def _await_command(self, seconds: float) -> Command:
+        self._lease.give()  # with requests that nothing can be done for, this is where an engine is stuck
+        try:
+            return self._inbox.get(timeout=seconds)
+        finally:
+            self._lease.take()
 
     def _take_in(self, core: EngineCore, request: GenerationRequest, queued_ns: int) -> None:
         core.add(request, queued_ns)
@@ -245,23 +270,36 @@ class Engine:
     def _end_everything(self) -> None:
         """Tell all callers that their requests are over, so that nobody waits for ever."""
         self._is_stopping.set()
+        self._log.begin(self._core.num_steps)
         with self._lock:
             never_taken_in = list(self._pending.values())
             self._pending.clear()
-        reason, error = FinishReason.ABORT, ""
+        reason, error, error_type = FinishReason.ABORT, "", ""
         if self._has_failed:
-            reason, error = FinishReason.ERROR, "the engine has failed"
+            reason, error, error_type = FinishReason.ERROR, "the engine has failed", ENGINE_FAILED
         outputs = [
             SequenceOutput(request_id=request.request_id, sequence=index, finish_reason=reason, error=error)
             for request in never_taken_in
             for index in range(request.sampling.n)
         ]
         for request_id in self._core.live_request_ids():
-            outputs += self._core.abort(request_id, reason, error)
+            outputs += self._core.abort(request_id, reason, error, error_type)
+        if self._log.active:
+            self._log.append(EngineEnded("failed" if self._has_failed else "stopped"))
         if outputs:
             self._listener(outputs)
 
     # ------------------------------------------------------------------ parts
+
+    def _stuck_ns(self) -> int:
+        """Return the time since the step loop last made progress; 0 while it has nothing to do. Any thread."""
+        progress_ns = self._progress_ns
+        return 0 if self.num_live_requests == 0 else self._log.clock.monotonic_ns() - progress_ns
+
+    def _queues(self) -> tuple[int, int]:
+        """Return the numbers of running and of waiting requests. Any thread."""
+        lifecycle = self._core.scheduler.lifecycle
+        return len(lifecycle.running), len(lifecycle.waiting)
 
     def _ask(self, question: Callable[[EngineCore], T], timeout_seconds: float) -> T:
         future: Future[T] = Future()
@@ -280,20 +318,23 @@ class Engine:
         except TimeoutError:
             raise ControlError(f"the engine did not answer within {timeout_seconds} s; a step takes longer") from None
 
-    def _overload(self, num_tokens: int) -> EngineOverloaded | None:
+    def _check_room(self, request: GenerationRequest) -> None:
+        """Refuse what cannot be queued now. Under the lock."""
         if self._is_draining or self._is_stopping.is_set():
-            return EngineOverloaded(
+            raise EngineOverloaded(
                 "the server is shutting down; send the request to another replica", reason="draining"
             )
+        if request.request_id in self._pending or self._core.scheduler.lifecycle.find(request.request_id):
+            raise RequestInvalid(f"request id {request.request_id!r} is in use; choose another one")
         waiting = self._core.scheduler.lifecycle.waiting
         num_requests = len(self._pending) + len(waiting)
         if num_requests >= self.settings.max_queued_requests:
             limit, unit = self.settings.max_queued_requests, "requests"
-        elif self._num_queued_tokens() + num_tokens > self.settings.max_queued_tokens:
+        elif self._num_queued_tokens() + len(request.prompt_token_ids) > self.settings.max_queued_tokens:
             limit, unit = self.settings.max_queued_tokens, "prompt tokens"
         else:
-            return None
-        return EngineOverloaded(f"the queue is full (limit {limit} {unit}); try again later", reason="queue_full")
+            return
+        raise EngineOverloaded(f"the queue is full (limit {limit} {unit}); try again later", reason="queue_full")
 
     def _num_queued_tokens(self) -> int:
         pending = sum(len(request.prompt_token_ids) for request in self._pending.values())

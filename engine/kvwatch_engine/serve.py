@@ -15,32 +15,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import msgspec
 import structlog
 
 from kvwatch import __version__
-from kvwatch.config import add_flags, resolve, setting
+from kvwatch.config import add_flags, parse_bytes, resolve, setting, shown_settings
 from kvwatch.errors import ConfigError
 from kvwatch.exporters.identity import EngineIdentity
-from kvwatch.exporters.listener import bind
 from kvwatch.logs import configure_logs
-from kvwatch.observatory import Observatory
+from kvwatch.observatory.part import Part
+from kvwatch.observatory.plan import Built, Subject, plan_observatory
+from kvwatch.observatory.settings import ObservatorySettings
+from kvwatch.sockets import bind
+from kvwatch.telemetry.clock import Clock
 from kvwatch.telemetry.log import EventLog
-from kvwatch_engine.contracts.cache import KVCacheSpec
+from kvwatch_engine.contracts.cache import KVCacheSpec, KVDtype
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.engine import Engine
-from kvwatch_engine.memory.sizing import default_num_blocks, free_memory_bytes, parse_bytes, parse_watermark
+from kvwatch_engine.memory.sizing import default_num_blocks, parse_watermark
+from kvwatch_engine.serve_signals import dump_on_signal
 from kvwatch_engine.threads import bound_spinning
 
 if TYPE_CHECKING:
     from kvwatch_engine.model.loader import LoadedModel
     from kvwatch_engine.model.runner import ModelRunner
+    from kvwatch_engine.server import OutputDispatcher
+
+_STREAM_START_SECONDS = 5.0
+"""What gRPC gets to begin before the server says that it is ready."""
 
 logger = structlog.get_logger(__name__)
 
 
-class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
+class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
     """Settings of `kvwatch serve`; docs/configuration.md is derived from this class."""
 
     model: Annotated[str, setting("Model: `embedded`, a Hugging Face folder or hub name, or a .gguf file.")] = (
@@ -50,13 +57,16 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[str | None, setting("Name under which the API offers the model.")] = None
     host: Annotated[str, setting("Address of the API.")] = "127.0.0.1"
     port: Annotated[int, setting("Port of the API; 0 takes a free one.", minimum=0, maximum=65_535)] = 8000
-    metrics_listen: Annotated[str, setting("HOST:PORT of the read-only metrics listener; `off` for none.")] = (
-        "127.0.0.1:9400"
-    )
     block_size: Annotated[int, setting("Tokens in one block.", minimum=1, maximum=1024)] = 16
     num_blocks: Annotated[int | None, setting("Blocks of the pool, the null block included.", minimum=2)] = None
     kv_memory: Annotated[str | None, setting("Memory of the pool, such as 4GiB, instead of --num-blocks.")] = None
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], setting("Type of weights and cache.")] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], setting("Type that the model computes in.")] = "auto"
+    kv_dtype: Annotated[
+        KVDtype, setting("Type of the cache: `auto` is the model's; int8 and fp8 hold two to four times the tokens.")
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], setting("Where the model runs; auto: on a GPU if there is one, CUDA or ROCm.")
+    ] = "auto"
     max_model_len: Annotated[int | None, setting("Longest sequence in tokens; default: the model's.", minimum=2)] = None
     max_num_seqs: Annotated[int, setting("Most sequences in one step.", minimum=1, maximum=4096)] = 64
     max_batch_tokens: Annotated[int, setting("Most tokens in one step.", minimum=1)] = 256
@@ -69,8 +79,16 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     stall_seconds: Annotated[float, setting("A step longer than this fails /health.", minimum=1)] = 30.0
     engine_name: Annotated[str, setting("Stable name of this engine in all metrics.")] = "kvwatch"
     dp_rank: Annotated[int, setting("Rank among data-parallel replicas.", minimum=0)] = 0
-    log_format: Annotated[Literal["console", "json"], setting("Form of log lines.")] = "console"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], setting("Least severe lines shown.")] = "info"
+    vllm_aliases: Annotated[bool, setting("Offer metrics under vLLM's names as well.")] = False
+    kv_events: Annotated[str | None, setting("Publish KV events, with token ids, such as tcp://*:5557.")] = None
+    kv_events_replay: Annotated[str | None, setting("Answer replays of KV events, such as tcp://*:5657.")] = None
+    kv_events_topic: Annotated[str, setting("Topic of KV events.")] = ""
+    kv_events_hashes: Annotated[
+        Literal["int", "bytes"], setting("Hashes of KV events: 64-bit integers or digests.")
+    ] = "int"
+    kv_events_socket: Annotated[
+        Literal["auto", "bind", "connect"], setting("Whether --kv-events is bound; auto: if it has *, :: or 0.0.0.0.")
+    ] = "auto"
     log_prompts: Annotated[bool, setting("Write prompt texts to the log.")] = False
 
 
@@ -102,7 +120,7 @@ class Serving:
 
     model: ModelInfo
     engine: Engine
-    observatory: Observatory
+    built: Built
 
 
 def serve(settings: ServeSettings) -> None:
@@ -115,53 +133,85 @@ def serve(settings: ServeSettings) -> None:
     """
     started = time.monotonic()
     _raise_open_files_limit()
-    # Ports first: whoever mistyped one should not wait for a model.
-    listen = None if settings.metrics_listen == "off" else settings.metrics_listen
-    if listen is not None:
-        bind(listen, "--metrics-listen").close()
+    from kvwatch_engine.model.sources import default_cache_dir
+
+    cache_dir = Path(settings.cache_dir) if settings.cache_dir else default_cache_dir()
+    # Ports and files first: whoever mistyped one should not wait for a model.
+    plan = plan_observatory(settings, f"{settings.engine_name}.{settings.dp_rank}", cache_dir)
+    log = EventLog()
+    kv_events = make_kv_events(settings, log.clock)
     bound_spinning()  # before torch is imported
     with bind(_join(settings.host, settings.port), "--host and --port") as bound:
-        from kvwatch_engine.model.loader import load_model
         from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app
         from kvwatch_engine.server.runtime import run_until_signal
 
-        logger.info("loading", model=settings.model)
-        model = load_model(
-            settings.model,
-            dtype=settings.dtype,
-            served_name=settings.served_model_name,
-            cache_dir=Path(settings.cache_dir) if settings.cache_dir else None,
-        )
-        logger.info("warming up", note="the first start compiles the kernels, later ones load them")
+        model = _load_model(settings, cache_dir)
         dispatcher = OutputDispatcher()
-        runner, engine_settings = build_runner(settings, model)
-        log = EventLog()
-        engine = Engine(engine_settings, runner, log, dispatcher, block_bytes=runner.kv_cache.spec.block_bytes)
-        identity = EngineIdentity(settings.engine_name, settings.dp_rank, model.info.name)
-        observatory = Observatory(log, engine, identity, metrics_listen=listen)
+        engine = _make_engine(settings, model, log, dispatcher)
+        subject = Subject(
+            log,
+            engine,
+            EngineIdentity(settings.engine_name, settings.dp_rank, model.info.name),
+            config=shown_settings(settings),
+            api=(settings.host, settings.port or None),
+        )
+        built = plan.build(subject, further=kv_events, has_vllm_aliases=settings.vllm_aliases)
         app = create_app(
             engine,
             dispatcher,
             model.info,
             ServerSettings(drain_seconds=settings.drain_seconds, log_prompts=settings.log_prompts),
-            observatory.metrics_app,
+            built.observatory.metrics_app,
         )
-        serving = Serving(model.info, engine, observatory)
+        serving = Serving(model.info, engine, built)
         try:
             engine.start()
-            observatory.start()
-            run_until_signal(
-                app,
-                bound,
-                engine,
-                app.state.drain,
-                settings.drain_seconds,
-                lambda: _announce(settings, serving, bound.getsockname()[1], time.monotonic() - started),
-            )
+            built.observatory.start()
+            if built.stream is not None:
+                built.stream.is_serving.wait(_STREAM_START_SECONDS)
+            with dump_on_signal(built.recorder):
+                run_until_signal(
+                    app,
+                    bound,
+                    engine,
+                    app.state.drain,
+                    settings.drain_seconds,
+                    lambda: _announce(settings, serving, bound.getsockname()[1], time.monotonic() - started),
+                )
         finally:
             engine.stop()
-            observatory.stop()
+            built.observatory.stop()
             logger.info("stopped")
+
+
+def _load_model(settings: ServeSettings, cache_dir: Path) -> "LoadedModel":
+    from kvwatch_engine.model.devices import choose_device
+    from kvwatch_engine.model.loader import load_model
+
+    logger.info("loading", model=settings.model)
+    return load_model(
+        settings.model,
+        dtype=settings.dtype,
+        served_name=settings.served_model_name,
+        cache_dir=cache_dir,
+        device=choose_device(settings.device),
+    )
+
+
+def _make_engine(
+    settings: ServeSettings, model: "LoadedModel", log: EventLog, dispatcher: "OutputDispatcher"
+) -> Engine:
+    logger.info("warming up", note="the first start compiles the kernels, later ones load them")
+    runner, engine_settings = build_runner(settings, model)
+    block_bytes = runner.kv_cache.spec.block_bytes
+    return Engine(
+        engine_settings,
+        runner,
+        log,
+        dispatcher,
+        block_bytes=block_bytes,
+        memory_bytes={"weights": model.info.weights_bytes, "kv": engine_settings.num_blocks * block_bytes},
+    )
 
 
 def build_runner(settings: ServeSettings, model: "LoadedModel") -> "tuple[ModelRunner, EngineSettings]":
@@ -171,16 +221,20 @@ def build_runner(settings: ServeSettings, model: "LoadedModel") -> "tuple[ModelR
         ConfigError: settings contradict each other or the model.
     """
     from kvwatch_engine.memory.kv_cache import KVCache
+    from kvwatch_engine.model.devices import free_bytes
     from kvwatch_engine.model.runner import ModelRunner
 
-    engine_settings = make_engine_settings(settings, model.info, model.cache_spec(settings.block_size))
-    runner = ModelRunner(model, KVCache(model.cache_spec(settings.block_size), engine_settings.num_blocks))
+    spec = model.cache_spec(settings.block_size, settings.kv_dtype)
+    engine_settings = make_engine_settings(settings, model.info, spec, free_bytes(model.device))
+    runner = ModelRunner(model, KVCache(spec, engine_settings.num_blocks, model.device))
     runner.warm_up(engine_settings.max_batch_tokens)
     return runner, engine_settings
 
 
-def make_engine_settings(settings: ServeSettings, model: ModelInfo, spec: KVCacheSpec) -> EngineSettings:
-    """Return the engine's settings for a model, filling in what was left open.
+def make_engine_settings(
+    settings: ServeSettings, model: ModelInfo, spec: KVCacheSpec, free_bytes: int
+) -> EngineSettings:
+    """Return the engine's settings for a model, filling in what was left open; `free_bytes` is what the pool may take.
 
     Raises:
         ConfigError: settings contradict each other or the model.
@@ -197,7 +251,7 @@ def make_engine_settings(settings: ServeSettings, model: ModelInfo, spec: KVCach
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the {model.max_position} tokens that the model was made for"
         )
-    num_blocks = _num_blocks(settings, spec, max_model_len)
+    num_blocks = _num_blocks(settings, spec, max_model_len, free_bytes)
     return EngineSettings(
         num_blocks=num_blocks,
         block_size=settings.block_size,
@@ -213,7 +267,31 @@ def make_engine_settings(settings: ServeSettings, model: ModelInfo, spec: KVCach
         eos_token_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,
         stall_seconds=settings.stall_seconds,
+        emit_token_ids=settings.kv_events is not None,  # the wire demands them
     )
+
+
+def make_kv_events(settings: ServeSettings, clock: Clock) -> list[Part]:
+    """Return the publisher of KV events, or nothing if none are published.
+
+    Raises:
+        ConfigError: an endpoint is malformed, out of range, or collides with another.
+    """
+    if settings.kv_events is None:
+        if settings.kv_events_replay is not None:
+            raise ConfigError("--kv-events-replay replays what --kv-events publishes; give both or neither")
+        return []
+    from kvwatch.exporters.kv_events.part import KVEvents, KVEventsSettings  # ZeroMQ only when it is used
+
+    found = KVEventsSettings(
+        live=settings.kv_events,
+        replay=settings.kv_events_replay,
+        topic=settings.kv_events_topic,
+        hash_kind=settings.kv_events_hashes,
+        mode=settings.kv_events_socket,
+        dp_rank=settings.dp_rank,
+    )
+    return [KVEvents(found, clock)]
 
 
 def _raise_open_files_limit() -> None:
@@ -223,8 +301,7 @@ def _raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _num_blocks(settings: ServeSettings, spec: KVCacheSpec, max_model_len: int) -> int:
-    free_bytes = free_memory_bytes()
+def _num_blocks(settings: ServeSettings, spec: KVCacheSpec, max_model_len: int, free_bytes: int) -> int:
     if settings.num_blocks is not None:
         num_blocks = settings.num_blocks
     elif settings.kv_memory is not None:
@@ -244,17 +321,18 @@ def _num_blocks(settings: ServeSettings, spec: KVCacheSpec, max_model_len: int) 
 
 def _announce(settings: ServeSettings, serving: Serving, port: int, seconds: float) -> None:
     model, engine = serving.model, serving.engine.settings
+    metrics, stream = serving.built.observatory.metrics_address, serving.built.stream
     capacity = engine.num_blocks - 1
     logger.info(
         "ready",
         version=__version__,
         api=f"http://{_join(settings.host, port)}/v1",
-        metrics=f"http://{_join(*serving.observatory.metrics_address)}/metrics"
-        if serving.observatory.metrics_address
-        else "off",
+        metrics=f"http://{_join(*metrics)}/metrics" if metrics else "off",
+        grpc=_join(*stream.address) if stream is not None and stream.address is not None else "off",
         model=model.name,
         dtype=model.dtype,
         dtype_reason=model.dtype_reason,
+        kv_dtype=settings.kv_dtype,
         blocks=capacity,
         block_size=engine.block_size,
         token_capacity=capacity * engine.block_size,

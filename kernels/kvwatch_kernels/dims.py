@@ -10,7 +10,9 @@
     max_blocks     columns of the block tables
 
 Tensors are written `T[num_tokens, num_heads, head_dim]`, where T is float32, bfloat16 or float16 and the same for all
-of a call. Index arrays are `i32[...]` or `i64[...]`: NumPy arrays, or CPU tensors, which are viewed without a copy.
+of a call. A cache is `C[num_blocks, num_kv_heads, block_size, head_dim]`, where C is T or quantised: then it comes with
+scales `f32[num_blocks, num_kv_heads, block_size]` (see `quant.py`). Index arrays are `i32[...]` or `i64[...]`: NumPy
+arrays, or CPU tensors, which are viewed without a copy.
 """
 
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvwatch_kernels.errors import ShapeError
+from kvwatch_kernels.quant import QUANTISED_LIMITS, is_quantised
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -28,7 +31,10 @@ Int64Array = npt.NDArray[np.int64]
 PAD_SLOT = -1
 """Slot of a token that is not stored."""
 
-CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of everything but caches."""
+
+CACHE_DTYPES = (*FLOAT_DTYPES, *QUANTISED_LIMITS)
 
 
 def index_array(
@@ -61,12 +67,16 @@ def index_array(
     return array
 
 
-def check_cache(key_cache: Tensor, value_cache: Tensor) -> None:
-    """Check a pair of caches against each other.
+def check_cache(
+    key_cache: Tensor, value_cache: Tensor, key_scales: Tensor | None = None, value_scales: Tensor | None = None
+) -> None:
+    """Check a pair of caches against each other, and their scales.
 
     Args:
-        key_cache: T[num_blocks, num_kv_heads, block_size, head_dim], last dim contiguous.
+        key_cache: C[num_blocks, num_kv_heads, block_size, head_dim], last dim contiguous.
         value_cache: the same; its strides may differ.
+        key_scales: f32[num_blocks, num_kv_heads, block_size], last dim contiguous; none unless C is quantised.
+        value_scales: likewise.
 
     Raises:
         ShapeError: what does not fit.
@@ -82,9 +92,38 @@ def check_cache(key_cache: Tensor, value_cache: Tensor) -> None:
         )
     if key_cache.dtype not in CACHE_DTYPES:
         raise ShapeError(f"key_cache has dtype {key_cache.dtype}: must be one of {', '.join(map(str, CACHE_DTYPES))}")
-    check_like("value_cache", value_cache, key_cache)
+    if value_cache.dtype != key_cache.dtype:
+        raise ShapeError(f"value_cache has dtype {value_cache.dtype}, key_cache {key_cache.dtype}: must agree")
+    check_device("value_cache", value_cache, key_cache)
     check_last_dim("key_cache", key_cache)
     check_last_dim("value_cache", value_cache)
+    check_scales("key_scales", key_scales, key_cache)
+    check_scales("value_scales", value_scales, key_cache)
+
+
+def check_scales(name: str, scales: Tensor | None, key_cache: Tensor) -> None:
+    """Check one side's scales.
+
+    Args:
+        name: of the argument, for messages.
+        scales: f32[num_blocks, num_kv_heads, block_size], last dim contiguous; none unless the cache is quantised.
+        key_cache: C[num_blocks, num_kv_heads, block_size, head_dim].
+
+    Raises:
+        ShapeError: what does not fit, is missing, or is too much.
+    """
+    if not is_quantised(key_cache.dtype):
+        if scales is not None:
+            raise ShapeError(f"{name} is given, but a cache of {key_cache.dtype} has none: must be None")
+        return
+    if scales is None:
+        raise ShapeError(f"{name} is None: must be given, as the cache is quantised ({key_cache.dtype})")
+    if scales.shape != key_cache.shape[:3]:
+        raise ShapeError(f"{name} has shape {list(scales.shape)}: must be {list(key_cache.shape[:3])}")
+    if scales.dtype != torch.float32:
+        raise ShapeError(f"{name} has dtype {scales.dtype}: must be torch.float32")
+    check_device(name, scales, key_cache)
+    check_last_dim(name, scales)
 
 
 def check_heads(name: str, tensor: Tensor, key_cache: Tensor) -> None:
@@ -93,7 +132,7 @@ def check_heads(name: str, tensor: Tensor, key_cache: Tensor) -> None:
     Args:
         name: of the argument, for messages.
         tensor: T[num_tokens, heads, head_dim], last dim contiguous.
-        key_cache: T[num_blocks, num_kv_heads, block_size, head_dim].
+        key_cache: C[num_blocks, num_kv_heads, block_size, head_dim].
 
     Raises:
         ShapeError: another number of dims, head size, dtype or device, or strided in the last dim.
@@ -131,10 +170,10 @@ def check_rows(
             raise ShapeError(f"{name} has shape {list(have)}: must be [num_rows, width], the width not 0")
     elif have != shape:
         raise ShapeError(f"{name} has shape {list(have)}: must be {list(shape)}")
-    if tensor.dtype != like.dtype or tensor.dtype not in CACHE_DTYPES:
+    if tensor.dtype != like.dtype or tensor.dtype not in FLOAT_DTYPES:
         raise ShapeError(
             f"{name} has dtype {tensor.dtype}: must agree with the others', {like.dtype}, "
-            f"and be one of {', '.join(map(str, CACHE_DTYPES))}"
+            f"and be one of {', '.join(map(str, FLOAT_DTYPES))}"
         )
     if tensor.device != like.device:
         raise ShapeError(f"{name} is on {tensor.device}, others on {like.device}: must agree")
@@ -145,18 +184,35 @@ def check_rows(
 
 
 def check_like(name: str, tensor: Tensor, key_cache: Tensor) -> None:
-    """Check that a tensor has the dtype and the device of the cache.
+    """Check that a tensor's dtype and device go with the cache.
 
     Args:
         name: of the argument, for messages.
         tensor: T[...], of any shape.
-        key_cache: T[num_blocks, num_kv_heads, block_size, head_dim].
+        key_cache: C[num_blocks, num_kv_heads, block_size, head_dim].
 
     Raises:
-        ShapeError: it has not.
+        ShapeError: not the cache's dtype or, where that is quantised, no float; or on another device.
     """
-    if tensor.dtype != key_cache.dtype:
+    if is_quantised(key_cache.dtype):
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise ShapeError(f"{name} has dtype {tensor.dtype}: must be one of {', '.join(map(str, FLOAT_DTYPES))}")
+    elif tensor.dtype != key_cache.dtype:
         raise ShapeError(f"{name} has dtype {tensor.dtype}, the cache {key_cache.dtype}: must agree")
+    check_device(name, tensor, key_cache)
+
+
+def check_device(name: str, tensor: Tensor, key_cache: Tensor) -> None:
+    """Check that a tensor lies where the cache does.
+
+    Args:
+        name: of the argument, for messages.
+        tensor: T[...], of any shape and dtype.
+        key_cache: C[num_blocks, num_kv_heads, block_size, head_dim].
+
+    Raises:
+        ShapeError: it does not.
+    """
     if tensor.device != key_cache.device:
         raise ShapeError(f"{name} is on {tensor.device}, the cache on {key_cache.device}: must agree")
 

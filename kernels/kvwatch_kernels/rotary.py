@@ -20,8 +20,12 @@ def rotate_and_store(
     *,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate each token's queries in place; rotate its keys into the cache and copy its values there.
+
+    A quantised cache receives what `quant.quantise` makes of the rotated keys and of the values, and the scales.
 
     Dimension i of a head turns together with dimension i + head_dim / 2. With `norm_weight` each head of query and key
     is RMS-normalised before (Qwen3).
@@ -31,11 +35,14 @@ def rotate_and_store(
             queries, keys, values. The queries are replaced; what the keys hold afterwards is undefined.
         cosine: T[num_tokens, head_dim / 2], contiguous; of each token's angles.
         sine: T[num_tokens, head_dim / 2], contiguous.
-        key_cache: T[num_blocks, num_kv_heads, block_size, head_dim], last dim contiguous; written.
-        value_cache: T[num_blocks, num_kv_heads, block_size, head_dim], last dim contiguous; written.
+        key_cache: C[num_blocks, num_kv_heads, block_size, head_dim], last dim contiguous; written. C is T or
+            quantised.
+        value_cache: C[num_blocks, num_kv_heads, block_size, head_dim], last dim contiguous; written.
         slot_mapping: i64[num_tokens], as in `kv_store`; a step that checks it once passes a `SlotMapping`.
         norm_weight: T[num_heads + num_kv_heads, head_dim], contiguous: of query heads, then key heads.
         eps: added to the mean of squares of the norm.
+        key_scales: f32[num_blocks, num_kv_heads, block_size], last dim contiguous, if C is quantised; written.
+        value_scales: likewise.
 
     Returns:
         T[num_tokens, num_heads, head_dim]: the rotated queries, a view of `qkv`.
@@ -43,7 +50,7 @@ def rotate_and_store(
     Raises:
         ShapeError: an argument breaks this contract; nothing was written.
     """
-    check_cache(key_cache, value_cache)
+    check_cache(key_cache, value_cache, key_scales, value_scales)
     check_heads("qkv", qkv, key_cache)
     num_tokens, num_rows, head_dim = qkv.shape
     num_heads = num_rows - 2 * key_cache.shape[1]
@@ -59,5 +66,16 @@ def rotate_and_store(
     if num_tokens:
         is_compiled = qkv.device.type == "cpu" and qkv.dtype in COMPILED_DTYPES
         rotate = compiled_rotate_and_store if is_compiled else reference_rotate_and_store
-        rotate(qkv, cosine, sine, key_cache, value_cache, slots, norm_weight=norm_weight, eps=eps)
+        rotate(
+            qkv,
+            cosine,
+            sine,
+            key_cache,
+            value_cache,
+            slots,
+            norm_weight=norm_weight,
+            eps=eps,
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )
     return qkv[:, :num_heads]

@@ -14,9 +14,11 @@ import kvwatch.telemetry.events  # noqa: F401 - fills the registry
 from kvwatch.derive.docs import events_section, metrics_section, replace_section
 from kvwatch.derive.lock import broken_promises, decode_lock, encode_lock, make_lock
 from kvwatch.derive.metrics import metric_specs
+from kvwatch.derive.proto import moved_numbers, proto_text
 from kvwatch.derive.settings import settings_section
 from kvwatch.errors import KVWatchError, SchemaError
 from kvwatch.exporters.prometheus.sample_page import sample_page
+from kvwatch.stream.contract import SCHEMA
 from kvwatch.telemetry.metrics import CATALOGUE
 from kvwatch.telemetry.schema import REGISTRY
 
@@ -33,6 +35,7 @@ def artefacts() -> dict[str, Generate]:
         "docs/events.md": lambda page: replace_section(page, "events", events_section(REGISTRY)),
         "docs/metrics.md": lambda page: replace_section(page, "metrics", metrics_section(metric_specs(REGISTRY))),
         "docs/configuration.md": _configuration,
+        "kvwatch/stream/telemetry.proto": _proto,
         "tests/golden/exposition.txt": lambda _: sample_page("text").decode(),
     }
 
@@ -78,6 +81,14 @@ def _lock(now: str) -> str:
     if broken:
         raise SchemaError("declarations break the lock (kvwatch/telemetry/events.lock.json):\n  " + "\n  ".join(broken))
     return encode_lock(new)
+
+
+def _proto(now: str) -> str:
+    moved = moved_numbers(now, SCHEMA)
+    if moved:
+        listed = "\n  ".join(moved)
+        raise SchemaError(f"fields of the stream's messages keep their numbers; add new ones at the end:\n  {listed}")
+    return proto_text(SCHEMA)
 
 
 def _configuration(page: str) -> str:

@@ -8,8 +8,10 @@ obey the law: a ledger that applies them finds nothing wrong. Pool: 8 blocks of 
     step 3   `b` needs a block and there is none: it is preempted
     step 4   `a` ends; `b` resumes from the cache
     step 5   the model fails, `b` ends with an error; the cache is cleared; a request is refused
+    a minute passes
     step 6   the engine drains; `d` runs with two sequences, `e` waits, `f` has come and gone: the last view is of
              a busy engine
+    the end  `d` and `e` are aborted, the engine stops (`play_end`)
 """
 
 from collections.abc import Iterator
@@ -24,6 +26,8 @@ from kvwatch.telemetry.snapshot import EngineSnapshot, TierState
 MS = 1_000_000
 NUM_BLOCKS = 9
 BLOCK_SIZE = 4
+PAUSE_NS = 61_000 * MS
+"""The pause before step 6: longer than the window of minima and maxima."""
 START_NS = 5_000 * 1_000 * MS
 """Monotonic time in ns at which the scenario begins."""
 
@@ -58,18 +62,30 @@ def opening_snapshot() -> EngineSnapshot:
         tiers=[tier],
         sequences=[],
         requests=[],
+        config={"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "watermark_blocks": 1, "max_queued_requests": 16},
+        memory_bytes={"weights": 65_536, "kv": NUM_BLOCKS * 4096},
     )
 
 
 def play(log: EventLog, clock: ScenarioClock) -> None:
-    """Append the whole scenario to a log made with this clock, step by step."""
+    """Append the scenario up to step 6 to a log made with this clock, step by step."""
     for step, events in enumerate(_STEPS, start=1):
+        if step == len(_STEPS):
+            clock.now_ns += PAUSE_NS
         log.begin(step)
         for event in events():
             if isinstance(event, ev.StepCompleted | ev.StepFailed):
                 clock.now_ns += 20 * MS
                 log.begin(step)
             log.append(event)
+
+
+def play_end(log: EventLog, clock: ScenarioClock) -> None:
+    """Append what follows `play`: the engine stops."""
+    clock.now_ns += 5 * MS
+    log.begin(len(_STEPS) + 1)
+    for event in _end():
+        log.append(event)
 
 
 def _hash(number: int) -> bytes:
@@ -123,7 +139,9 @@ def _completed(
     )
 
 
-def _admitted(request: str, prompt_tokens: int, hit_tokens: int, queue_ms: int) -> ev.RequestAdmitted:
+def _admitted(
+    request: str, prompt_tokens: int, hit_tokens: int, queue_ms: int, *, regretted_tokens: int = 0
+) -> ev.RequestAdmitted:
     return ev.RequestAdmitted(
         request=request,
         prompt_tokens=prompt_tokens,
@@ -131,17 +149,30 @@ def _admitted(request: str, prompt_tokens: int, hit_tokens: int, queue_ms: int) 
         hit_tokens=hit_tokens,
         granularity_lost_tokens=prompt_tokens % BLOCK_SIZE,
         queue_ns=queue_ms * MS,
+        regretted_tokens=regretted_tokens,
     )
 
 
 def _step_1() -> Iterator[Event]:
-    yield ev.RequestQueued(request="a", prompt_tokens=10, num_sequences=2, queued_ns=START_NS)
+    yield ev.RequestQueued(
+        request="a",
+        prompt_tokens=10,
+        num_sequences=2,
+        queued_ns=START_NS,
+        operation="chat",
+        is_stream=True,
+        trace_parent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        tenant="blue",
+        max_tokens=3,
+        temperature=0.7,
+        seed=7,
+    )
     yield ev.RequestQueued(request="b", prompt_tokens=9, num_sequences=1, queued_ns=START_NS)
     yield _allocated("a", [1, 2, 3], "prefill")
     yield _admitted("a", 10, 0, 1)
     yield ev.AllocationFailed(request="b", needed=9, available=4, reason="admission")
     yield _scheduled(["a"], [10], {1: 4, 2: 4, 3: 2})
-    yield ev.BlocksStored(hashes=[_hash(1), _hash(2)], block_ids=[1, 2], parent=None)
+    yield ev.BlocksStored(hashes=[_hash(1), _hash(2)], block_ids=[1, 2], parent=None, request="a")
     yield ev.FirstToken(request="a", ttft_ns=20 * MS)
     yield _completed((3, 0, 5, 3), (1, 1), waiting_for={"blocks": 1}, generated=2)
 
@@ -155,7 +186,9 @@ def _step_2() -> Iterator[Event]:
     yield _allocated("b", [5, 6, 7, 8], "prefill")
     yield _admitted("b", 17, 4, 21)
     yield _scheduled(["a", "a", "b"], [1, 1, 13], {3: 3, 4: 3, 5: 4, 6: 4, 7: 4, 8: 1})
-    yield ev.BlocksStored(hashes=[_hash(5), _hash(6), _hash(7)], block_ids=[5, 6, 7], parent=_hash(1))
+    yield ev.BlocksStored(
+        hashes=[_hash(5), _hash(6), _hash(7)], block_ids=[5, 6, 7], parent=_hash(1), request="b", first_index=1
+    )
     yield ev.FirstToken(request="b", ttft_ns=41 * MS)
     yield _completed((8, 0, 0, 11), (2, 0), generated=3, inter_token={20 * MS: 2})
 
@@ -187,12 +220,15 @@ def _step_4() -> Iterator[Event]:
     yield _allocated("b", [8, 3], "prefill")
     yield ev.RequestResumed(request="b", mode="recompute", away_ns=20 * MS, hit_tokens=12, recompute_tokens=5)
     yield _scheduled(["b"], [6], {8: 4, 3: 2})
+    yield ev.EngineStalled(stuck_ns=31_000 * MS, num_running=1, num_waiting=0)
+    yield ev.RequestRecovered(request="b", recompute_ns=20 * MS)
     yield _completed((5, 1, 2, 5), (1, 0), recomputed=5, inter_token={40 * MS: 1})
 
 
 def _step_5() -> Iterator[Event]:
     yield _allocated("b", [4], "decode")
-    yield ev.StepFailed(error="RuntimeError")
+    yield ev.OutOfMemory(num_tokens=1, num_sequences=1)
+    yield ev.StepFailed(error="OutOfMemoryError")
     yield ev.BlocksReleased(request="b", sequence=0, block_ids=[4, 3, 8, 6, 5, 1], reason="aborted")
     yield _finished("b", "error", prompt=17, generated=2, peak_blocks=6, times_ms=(21, 20, 40, 81))
     yield ev.RequestRejected(request="c", reason="too_long")
@@ -210,17 +246,17 @@ def _step_5() -> Iterator[Event]:
 
 
 def _step_6() -> Iterator[Event]:
-    yield ev.RequestQueued(request="d", prompt_tokens=9, num_sequences=2, queued_ns=START_NS + 100 * MS)
-    yield ev.RequestQueued(request="f", prompt_tokens=4, num_sequences=1, queued_ns=START_NS + 100 * MS)
-    yield ev.RequestQueued(request="e", prompt_tokens=5, num_sequences=1, queued_ns=START_NS + 100 * MS)
+    yield ev.RequestQueued(request="d", prompt_tokens=9, num_sequences=2, queued_ns=START_NS + PAUSE_NS + 100 * MS)
+    yield ev.RequestQueued(request="f", prompt_tokens=4, num_sequences=1, queued_ns=START_NS + PAUSE_NS + 100 * MS)
+    yield ev.RequestQueued(request="e", prompt_tokens=5, num_sequences=1, queued_ns=START_NS + PAUSE_NS + 100 * MS)
     yield ev.DrainStarted(grace_ns=30_000 * MS)
     yield _allocated("d", [2, 1, 5], "prefill")
-    yield _admitted("d", 9, 0, 1)
+    yield _admitted("d", 9, 0, 1, regretted_tokens=4)
     yield _allocated("f", [6], "prefill")
     yield _admitted("f", 4, 0, 1)
     yield _scheduled(["d", "f"], [9, 4], {2: 4, 1: 4, 5: 1, 6: 4})
-    yield ev.BlocksStored(hashes=[_hash(11), _hash(12)], block_ids=[2, 1], parent=None)
-    yield ev.BlocksStored(hashes=[_hash(16)], block_ids=[6], parent=None)
+    yield ev.BlocksStored(hashes=[_hash(11), _hash(12)], block_ids=[2, 1], parent=None, request="d")
+    yield ev.BlocksStored(hashes=[_hash(16)], block_ids=[6], parent=None, request="f")
     yield ev.FirstToken(request="d", ttft_ns=20 * MS)
     yield ev.SequenceForked(request="d", parent=0, child=1, num_blocks=3)
     yield ev.FirstToken(request="f", ttft_ns=20 * MS)
@@ -229,9 +265,29 @@ def _step_6() -> Iterator[Event]:
     yield _completed((3, 1, 4, 6), (1, 1), waiting_for={"sequences": 1}, generated=3)
 
 
+def _end() -> Iterator[Event]:
+    yield ev.BlocksReleased(request="d", sequence=0, block_ids=[5, 1, 2], reason="aborted")
+    yield ev.BlocksReleased(request="d", sequence=1, block_ids=[5, 1, 2], reason="aborted")
+    yield _finished("d", "abort", prompt=9, generated=2, peak_blocks=3, times_ms=(1, 19, 0, 20))
+    yield ev.RequestFinished(
+        request="e",
+        reason="abort",
+        prompt_tokens=5,
+        generated_tokens=0,
+        cached_tokens=0,
+        num_preemptions=0,
+        peak_blocks=None,
+        queue_ns=None,
+        prefill_ns=None,
+        decode_ns=None,
+        end_to_end_ns=None,
+    )
+    yield ev.EngineEnded(reason="stopped")
+
+
 def _finished(
     request: str,
-    reason: Literal["length", "error", "stop"],
+    reason: Literal["length", "error", "stop", "abort"],
     *,
     prompt: int,
     generated: int,
@@ -251,6 +307,9 @@ def _finished(
         prefill_ns=prefill * MS,
         decode_ns=decode * MS,
         end_to_end_ns=total * MS,
+        recomputed_tokens=5 if request == "b" else 0,
+        error="OutOfMemoryError" if reason == "error" else "",
+        tenant="blue" if request == "a" else "",
     )
 
 

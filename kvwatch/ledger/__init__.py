@@ -4,6 +4,8 @@
 - ledger.py     applies events to pools and requests; the law; comparison with a snapshot
 - store.py      counters and histograms, fed as the events' declarations say
 - feeds.py      compiles those declarations
+- series.py     allow-lists of labels, further bounds of histograms
+- window.py     minima over the last while
 - gauges.py     what the ledger's state says as gauges
 - view.py       the immutable view
 - mirror.py     ledger, store and view of one engine together; when a view is published

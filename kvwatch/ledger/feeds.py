@@ -6,15 +6,18 @@ are read: sums stay exact, and an observation that lies on a bucket's bound fall
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from operator import attrgetter
 from typing import Any
 
 from kvwatch.errors import SchemaError
+from kvwatch.ledger.series import OTHER, SeriesSettings
 from kvwatch.telemetry.schema import Amount, Event, EventSpec, Feed, Metric, MetricKind, label_values
 
 Labels = tuple[str, ...]
+Choices = Mapping[str, tuple[str, ...]]
+"""For each label of a metric: the values that it can have."""
 FeedFunction = Callable[[Any], None]
 """Takes one event of the class it was compiled for."""
 
@@ -56,11 +59,13 @@ class HistogramCell:
 class HistogramFamily(Family):
     """Series of a histogram."""
 
-    __slots__ = ("bounds", "cells")
+    __slots__ = ("bounds", "buckets", "cells")
 
-    def __init__(self, metric: Metric, divisor: int) -> None:
+    def __init__(self, metric: Metric, divisor: int, buckets: Sequence[float]) -> None:
         super().__init__(metric, divisor)
-        self.bounds = [round(bound * divisor) if divisor > 1 else bound for bound in metric.buckets]
+        self.buckets = tuple(buckets)
+        """Upper bounds in the metric's base unit."""
+        self.bounds = [round(bound * divisor) if divisor > 1 else bound for bound in self.buckets]
         """Upper bounds in the unit of the observations."""
         self.cells: dict[Labels, HistogramCell] = {}
 
@@ -86,27 +91,32 @@ def divisor_of(amount: Amount) -> int:
     return divisor
 
 
-def known_labels(feed: Feed, spec: EventSpec) -> list[Labels]:
-    """Return every combination of labels that is known in advance; empty when one of them is open."""
-    constants = dict(feed.constants)
-    declared = dict(feed.metric.label_values)
-    choices = [
-        (constants[name],) if name in constants else declared.get(name) or label_values(spec, name)
-        for name in feed.metric.labels
-    ]
-    return list(product(*choices))
+def label_choices(feed: Feed, spec: EventSpec, settings: SeriesSettings) -> Choices:
+    """Return the values that each label can have.
+
+    A label whose values the event does not declare is open: callers choose them. It has those that the settings give,
+    so that no caller can make series.
+    """
+    known = {name: (value,) for name, value in feed.constants} | dict(feed.metric.label_values)
+    return {name: known.get(name) or label_values(spec, name) or settings.values(name) for name in feed.metric.labels}
 
 
-def compile_feed(feed: Feed, family: Family) -> FeedFunction:
+def all_labels(choices: Choices) -> list[Labels]:
+    """Return every combination of labels."""
+    return list(product(*choices.values()))
+
+
+def compile_feed(feed: Feed, family: Family, choices: Choices) -> FeedFunction:
     """Return a function that adds what one event contributes to `family`.
 
     Raises:
         SchemaError: the form of the amount does not suit the kind of the metric.
     """
+    labels = _labels_getter(feed, choices)
     if isinstance(family, CounterFamily):
-        return _counter_feed(feed, family)
+        return _counter_feed(feed, family, labels)
     assert isinstance(family, HistogramFamily)
-    return _histogram_feed(feed, family)
+    return _histogram_feed(feed, family, labels)
 
 
 def _fixed_labels(feed: Feed) -> Labels | None:
@@ -117,27 +127,37 @@ def _fixed_labels(feed: Feed) -> Labels | None:
     return tuple(constants[name] for name in feed.metric.labels)
 
 
-def _labels_getter(feed: Feed) -> Callable[[Event], Labels]:
+def _labels_getter(feed: Feed, choices: Choices) -> Callable[[Event], Labels]:
     fixed = _fixed_labels(feed)
     if fixed is not None:
         return lambda _: fixed
     names, constants = feed.metric.labels, dict(feed.constants)
+    if any(OTHER in values for values in choices.values()):
+        known = [(name, frozenset(choices[name])) for name in names]
+        return lambda event: tuple(
+            constants[name] if name in constants else _fold(getattr(event, name), values) for name, values in known
+        )
     if not constants and len(names) > 1:
         return attrgetter(*names)
     return lambda event: tuple(constants[n] if n in constants else getattr(event, n) for n in names)
 
 
-def _cell_getter(feed: Feed, family: HistogramFamily) -> Callable[[Event], HistogramCell]:
+def _fold(value: str, known: Collection[str]) -> str:
+    return value if value in known else OTHER
+
+
+def _cell_getter(
+    feed: Feed, family: HistogramFamily, labels: Callable[[Event], Labels]
+) -> Callable[[Event], HistogramCell]:
     fixed = _fixed_labels(feed)
     if fixed is not None:
         cell = family.touch(fixed)
         return lambda _: cell
-    labels = _labels_getter(feed)
     return lambda event: family.touch(labels(event))
 
 
-def _counter_feed(feed: Feed, family: CounterFamily) -> FeedFunction:
-    cells, labels, form = family.cells, _labels_getter(feed), feed.amount.form
+def _counter_feed(feed: Feed, family: CounterFamily, labels: Callable[[Event], Labels]) -> FeedFunction:
+    cells, form = family.cells, feed.amount.form
     if form == "one":
 
         def add_one(event: Event) -> None:
@@ -164,8 +184,8 @@ def _counter_feed(feed: Feed, family: CounterFamily) -> FeedFunction:
     return add_measure
 
 
-def _histogram_feed(feed: Feed, family: HistogramFamily) -> FeedFunction:
-    bounds, cell_of, form = family.bounds, _cell_getter(feed, family), feed.amount.form
+def _histogram_feed(feed: Feed, family: HistogramFamily, labels: Callable[[Event], Labels]) -> FeedFunction:
+    bounds, cell_of, form = family.bounds, _cell_getter(feed, family, labels), feed.amount.form
     if form in {"one", "size", "sum"}:
         raise SchemaError(f"histogram {feed.metric.name} cannot be fed by {form!r}; use field, each or weighted")
     quantity = attrgetter(feed.amount.field)
@@ -199,7 +219,7 @@ def _histogram_feed(feed: Feed, family: HistogramFamily) -> FeedFunction:
     return observe_weighted
 
 
-def make_family(metric: Metric, divisor: int) -> CounterFamily | HistogramFamily:
+def make_family(metric: Metric, divisor: int, settings: SeriesSettings) -> CounterFamily | HistogramFamily:
     """Return an empty family for a metric that events can feed.
 
     Raises:
@@ -208,5 +228,5 @@ def make_family(metric: Metric, divisor: int) -> CounterFamily | HistogramFamily
     if metric.kind is MetricKind.COUNTER:
         return CounterFamily(metric, divisor)
     if metric.kind is MetricKind.HISTOGRAM:
-        return HistogramFamily(metric, divisor)
+        return HistogramFamily(metric, divisor, settings.bounds(metric))
     raise SchemaError(f"gauge {metric.name} cannot be fed by an event; read it from the ledger's state")

@@ -1,8 +1,11 @@
 """What the ledger's state says as gauges. Read at a step boundary; O(live requests), never O(blocks) when healthy."""
 
-from kvwatch.ledger.ledger import Ledger
+from collections.abc import Mapping
+
+from kvwatch.ledger.ledger import ENGINE_STATES, Ledger
 from kvwatch.ledger.pool import TierPool
 from kvwatch.ledger.view import Sample
+from kvwatch.ledger.window import RollingMinimum
 from kvwatch.telemetry import metrics as m
 
 GROUP = "0"
@@ -34,7 +37,31 @@ def gauges(ledger: Ledger, wall_minus_monotonic_ns: int) -> list[Sample]:
         Sample(m.QUEUE_LIMIT, ("tokens",), limits.max_queued_tokens),
     ]
     samples += [Sample(m.WAITING_REQUESTS, (r,), ledger.waiting_for.get(r, 0)) for r in WAIT_REASONS]
+    state = ledger.engine_state
+    samples += [Sample(m.ENGINE_STATE, (name,), name == state) for name in ENGINE_STATES]
+    samples += [Sample(m.CONFIG_VALUE, (key,), number) for key, number in ledger.config.items()]
+    samples += [Sample(m.DEVICE_MEMORY_BYTES, (kind,), size) for kind, size in ledger.memory_bytes.items()]
     samples += _timestamps(ledger, wall_minus_monotonic_ns)
+    return samples
+
+
+def extremes(ledger: Ledger, lowest_free: Mapping[str, RollingMinimum], now_ns: int, window: str) -> list[Sample]:
+    """Return the least free blocks and the highest usage of the window that ends now, for tiers that have seen one.
+
+    Args:
+        ledger: Gives the capacities.
+        lowest_free: Free blocks by tier.
+        now_ns: Monotonic time in ns.
+        window: Value of the label `window`.
+    """
+    samples: list[Sample] = []
+    for tier, minimum in lowest_free.items():
+        pool = ledger.pools[tier]
+        lowest, capacity = minimum.lowest(pool.num_free, now_ns), pool.capacity
+        if lowest is not None:
+            samples.append(Sample(m.KV_FREE_BLOCKS_MIN, (tier, window), lowest))
+            highest = (capacity - lowest) / capacity if capacity else 0.0
+            samples.append(Sample(m.KV_USAGE_RATIO_MAX, (tier, window), highest))
     return samples
 
 

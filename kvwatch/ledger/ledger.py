@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvwatch.ledger.pool import TierPool
 from kvwatch.telemetry import events as ev
 from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import EngineSnapshot, RequestState, SequenceState
 
+EngineState = Literal["running", "draining", "stalled", "stopped", "failed"]
+ENGINE_STATES: tuple[EngineState, ...] = get_args(EngineState)
 MAX_FAULTS = 8
 """Faults kept between two steps; one is enough to know, eight to understand."""
 
@@ -30,6 +32,8 @@ class LiveRequest:
 
     state: Literal["waiting", "running", "swapped"]
     queued_ns: int
+    waits_since_seq: int = -1
+    """Event since which it waits; -1 if it waits since before the snapshot that was loaded, which says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +61,19 @@ class Ledger:
         self.time_ns = 0
         """Monotonic time in ns of the newest event."""
         self.limits = Limits()
-        self.waiting_for: Mapping[str, int] = {}
-        """Waiting requests by reason, as of the last step."""
+        self.waiting_for: dict[str, int] = {}
+        """Waiting requests by reason, as of the last step, less those that wait no more. Those that came since then
+        were not looked at yet: they are in no reason."""
         self.last_step_ns: int | None = None
         """Monotonic time in ns at which the last step was completed."""
+        self.config: Mapping[str, float] = {}
+        """Values of the engine's settings that are numbers."""
+        self.memory_bytes: Mapping[str, int] = {}
+        """Memory of the device by what it is for."""
+        self._reasons_seq = 0
+        """Event up to which `waiting_for` knows the queue."""
+        self._base_state: EngineState = "running"
+        self._is_stalled = False
         self._pools: dict[str, TierPool] = {}
         self._requests: dict[str, LiveRequest] = {}
         self._num_running = 0
@@ -77,9 +90,15 @@ class Ledger:
             state.tier: TierPool(state, sequences if state.tier == CHECKED_TIER else (), self._fault)
             for state in snapshot.tiers
         }
-        self._requests = {r.request: LiveRequest(_state(r.state), r.queued_ns) for r in snapshot.requests}
+        self._requests = {
+            r.request: LiveRequest(_state(r.state), r.queued_ns, -1 if r.wait_reason else snapshot.seq)
+            for r in snapshot.requests
+        }
         self._num_running = sum(request.state == "running" for request in self._requests.values())
-        self.waiting_for = Counter(r.wait_reason for r in snapshot.requests if r.wait_reason)
+        self.waiting_for = dict(Counter(r.wait_reason for r in snapshot.requests if r.wait_reason))
+        self._reasons_seq = snapshot.seq
+        self._base_state, self._is_stalled = _engine_state(snapshot.engine_state), False
+        self.config, self.memory_bytes = dict(snapshot.config), dict(snapshot.memory_bytes)
         self.limits = Limits(
             snapshot.block_size_tokens,
             snapshot.block_bytes,
@@ -172,6 +191,13 @@ class Ledger:
         """Requests that do not run: waiting for their first admission or preempted."""
         return len(self._requests) - self._num_running
 
+    @property
+    def engine_state(self) -> EngineState:
+        """What the engine is doing: the gravest that applies."""
+        if self._is_stalled and self._base_state in ("running", "draining"):
+            return "stalled"
+        return self._base_state
+
     def pool(self, tier: str) -> TierPool:
         """Return the pool of a tier.
 
@@ -198,6 +224,9 @@ class Ledger:
                 for (request, sequence), table in pool.tables.items()
             ],
             requests=[RequestState(name, r.state, r.queued_ns) for name, r in self._requests.items()],
+            engine_state=self.engine_state,
+            config=dict(self.config),
+            memory_bytes=dict(self.memory_bytes),
         )
 
     def differences(self, snapshot: EngineSnapshot) -> list[str]:
@@ -254,33 +283,55 @@ class Ledger:
             ev.StepScheduled: self._scheduled,
             ev.StepCompleted: self._completed,
             ev.RequestQueued: self._queued,
-            ev.RequestAdmitted: lambda event: self._move(event.request, "running"),
-            ev.RequestResumed: lambda event: self._move(event.request, "running"),
-            ev.RequestPreempted: lambda event: self._move(event.request, "waiting"),
+            ev.StepFailed: self._failed,
+            ev.RequestAdmitted: lambda event: self._move(event, "running"),
+            ev.RequestResumed: lambda event: self._move(event, "running"),
+            ev.RequestPreempted: lambda event: self._move(event, "waiting"),
             ev.RequestFinished: self._finished,
+            ev.DrainStarted: self._draining,
+            ev.EngineStalled: self._stalled,
+            ev.EngineEnded: self._ended,
         }
 
     def _scheduled(self, event: ev.StepScheduled) -> None:
         self._pools[CHECKED_TIER].write(event.written_block_ids, event.filled_slots)
 
     def _completed(self, event: ev.StepCompleted) -> None:
-        self.waiting_for = event.waiting_for
+        self.waiting_for = dict(event.waiting_for)
+        self._reasons_seq = event.seq
         self.last_step_ns = event.time_ns
+        self._is_stalled = False
         self.advance(event)
 
     def _queued(self, event: ev.RequestQueued) -> None:
         if event.request in self._requests:
             self._fault(f"request {event.request} was queued though it is live")
             return
-        self._requests[event.request] = LiveRequest("waiting", event.queued_ns)
+        self._requests[event.request] = LiveRequest("waiting", event.queued_ns, event.seq)
 
-    def _move(self, name: str, state: Literal["waiting", "running"]) -> None:
+    def _move(
+        self, event: ev.RequestAdmitted | ev.RequestResumed | ev.RequestPreempted, state: Literal["waiting", "running"]
+    ) -> None:
+        name = event.request
         request = self._requests.get(name)
         if request is None or request.state == state:
             self._fault(f"request {name} became {state} though it was {request.state if request else 'unknown'}")
             return
+        if state == "running":
+            self._leave_queue(request)
+            self._num_running += 1
+        else:
+            request.waits_since_seq = event.seq
+            self._num_running -= 1
         request.state = state
-        self._num_running += 1 if state == "running" else -1
+
+    def _leave_queue(self, request: LiveRequest) -> None:
+        """Take a request out of `waiting_for`, if it is in there. All that wait do so for the same reason."""
+        if request.waits_since_seq < self._reasons_seq:
+            for reason, number in self.waiting_for.items():
+                if number > 0:
+                    self.waiting_for[reason] = number - 1
+                    return
 
     def _finished(self, event: ev.RequestFinished) -> None:
         request = self._requests.pop(event.request, None)
@@ -288,11 +339,30 @@ class Ledger:
             self._fault(f"request {event.request} finished though it was not live")
         elif request.state == "running":
             self._num_running -= 1
+        else:
+            self._leave_queue(request)
+
+    def _failed(self, _: ev.StepFailed) -> None:
+        self._is_stalled = False
+
+    def _draining(self, _: ev.DrainStarted) -> None:
+        self._base_state = "draining"
+
+    def _stalled(self, _: ev.EngineStalled) -> None:
+        self._is_stalled = True
+
+    def _ended(self, event: ev.EngineEnded) -> None:
+        self._base_state = event.reason
 
 
 def _state(name: str) -> Literal["waiting", "running", "swapped"]:
     assert name in {"waiting", "running", "swapped"}, name
     return name  # type: ignore[return-value]
+
+
+def _engine_state(name: str) -> EngineState:
+    (state,) = (each for each in ENGINE_STATES if each == name)
+    return state
 
 
 def _tables(snapshot: EngineSnapshot) -> dict[tuple[str, int], list[int]]:

@@ -3,6 +3,7 @@
 A view shows the state at the end of a step. Views are at least `view_interval_seconds` apart, except that the end of
 the last running request is shown at once: an idle engine must not look busy until its next step. When an engine falls
 silent in the middle of a step (stuck, or aborted while idle), what its last events said is shown after `QUIET_NS`.
+Extremes of the last while are exact as of the view's time, and change by themselves when the window moves on.
 """
 
 from collections import Counter
@@ -11,13 +12,15 @@ from typing import Any
 
 import structlog
 
-from kvwatch.ledger.gauges import gauges
+from kvwatch.ledger.gauges import extremes, gauges
 from kvwatch.ledger.ledger import Ledger
+from kvwatch.ledger.series import SeriesSettings
 from kvwatch.ledger.store import MetricStore
 from kvwatch.ledger.view import Sample, View
+from kvwatch.ledger.window import RollingMinimum
 from kvwatch.telemetry import metrics
 from kvwatch.telemetry.clock import Clock
-from kvwatch.telemetry.events import StepCompleted
+from kvwatch.telemetry.events import BlocksReleased, RequestFinished, StepCompleted
 from kvwatch.telemetry.schema import REGISTRY, Event
 from kvwatch.telemetry.snapshot import EngineSnapshot
 
@@ -27,6 +30,9 @@ QUIET_NS = 250_000_000
 VIOLATION_LOG_NS = 60_000_000_000
 """At most one violation is logged in this time, in ns; all are counted."""
 
+WINDOW_SECONDS = 60
+"""Length of the window of minima and maxima: at least two scrape intervals, so that no extreme falls between two."""
+
 NS_PER_SECOND = 1_000_000_000
 
 logger = structlog.get_logger(__name__)
@@ -35,10 +41,27 @@ logger = structlog.get_logger(__name__)
 class Mirror:
     """Mirror of one engine. Observatory thread only, except `view`, which any thread may read."""
 
-    def __init__(self, clock: Clock, view_interval_seconds: float = 0.1) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        view_interval_seconds: float = 0.1,
+        *,
+        series: SeriesSettings | None = None,
+        window_seconds: int = WINDOW_SECONDS,
+    ) -> None:
+        """Create a mirror that knows nothing yet.
+
+        Args:
+            clock: the clock of the log.
+            view_interval_seconds: least time between two views of a busy engine; 0 for one at every step.
+            series: allow-lists of labels and further bounds of histograms.
+            window_seconds: length of the window of minima and maxima.
+        """
         self._clock = clock
+        self._window_seconds = window_seconds
+        self._lowest_free: dict[str, RollingMinimum] = {}
         self._interval_ns = round(view_interval_seconds * NS_PER_SECOND)
-        self._store = MetricStore(REGISTRY)
+        self._store = MetricStore(REGISTRY, series)
         self._stall_ns = self._store.counter(metrics.KV_STALL_SECONDS, NS_PER_SECOND).cells
         self._violations = self._store.counter(metrics.LEDGER_VIOLATIONS).cells
         self._num_events: Counter[type[Event]] = Counter({spec.cls: 0 for spec in REGISTRY})
@@ -51,7 +74,7 @@ class Mirror:
         self._is_at_step_boundary = True
         self.ledger = Ledger()
         self._actions = self._make_actions()
-        self.view = self._make_view()
+        self.view = self._make_view(self._published_ns)
         """The newest view."""
 
     @property
@@ -64,6 +87,10 @@ class Mirror:
         self._batch = ()
         self.ledger.load(snapshot)
         self._actions = self._make_actions()
+        # What happened while events were lost is not known: extremes begin anew.
+        self._lowest_free = {
+            tier: RollingMinimum(self._window_seconds * NS_PER_SECOND, snapshot.time_ns) for tier in self.ledger.pools
+        }
         is_stalled = bool(self.ledger.waiting_for.get("blocks"))
         self._stalled_since_ns = snapshot.time_ns if is_stalled else None
         self._is_at_step_boundary = True
@@ -85,16 +112,18 @@ class Mirror:
 
     def settle(self) -> None:
         """Publish what is not shown yet if it will not be overtaken soon. Call when no more events are there."""
-        if self.ledger.next_seq == self.view.seq + 1:
-            return
         now = self._clock.monotonic_ns()
+        if self.ledger.next_seq == self.view.seq + 1:
+            if any(self.view.time_ns < changes <= now for changes in self._changes_ns()):
+                self.publish(now)
+            return
         is_due = self._is_at_step_boundary and now - self._published_ns >= self._interval_ns
         if is_due or not self.ledger.requests or now - self._applied_ns >= QUIET_NS:
-            self.publish()
+            self.publish(now)
 
-    def publish(self) -> None:
-        """Publish a view of the state as it is now."""
-        self.view = self._make_view()
+    def publish(self, now_ns: int | None = None) -> None:
+        """Publish a view of the state as it is now, which is the time of the newest event unless said otherwise."""
+        self.view = self._make_view(self.ledger.time_ns if now_ns is None else now_ns)
         self._published_ns = self._clock.monotonic_ns()
 
     def _make_actions(self) -> dict[type[Event], tuple[Callable[[Any], None], ...]]:
@@ -102,8 +131,10 @@ class Mirror:
         actions: dict[type[Event], tuple[Callable[[Any], None], ...]] = {}
         for cls, feeds in self._store.feeds.items():
             handler = self.ledger.handlers.get(cls)
-            last = (self._complete,) if cls is StepCompleted else ()
-            actions[cls] = ((handler,) if handler else ()) + feeds + last
+            actions[cls] = ((handler,) if handler else ()) + feeds
+        actions[StepCompleted] += (self._complete,)
+        actions[RequestFinished] += (self._end_stall,)
+        actions[BlocksReleased] = (self._end_low, *actions[BlocksReleased])
         return actions
 
     def _complete(self, event: StepCompleted) -> None:
@@ -118,6 +149,21 @@ class Mirror:
         if is_idle or self._clock.monotonic_ns() - self._published_ns >= self._interval_ns:
             self.publish()
 
+    def _end_stall(self, event: RequestFinished) -> None:
+        """Whoever waited for blocks may have been the last to do so; the next step may be hours away."""
+        if self._stalled_since_ns is not None and not self.ledger.waiting_for.get("blocks"):
+            self._stall_ns[()] += event.time_ns - self._stalled_since_ns
+            self._stalled_since_ns = None
+
+    def _end_low(self, event: BlocksReleased) -> None:
+        """Only releases raise the number of free blocks: before one, it is the lowest since the last."""
+        self._lowest_free[event.tier].end_stretch(self.ledger.pools[event.tier].num_free, event.time_ns)
+
+    def _changes_ns(self) -> list[int]:
+        """Return when each tier's extremes change if nothing happens any more."""
+        pools = self.ledger.pools
+        return [minimum.changes_ns(pools[tier].num_free) for tier, minimum in self._lowest_free.items()]
+
     def _count_events(self) -> None:
         """Count what was applied of the batch: all of it, or up to the step that is being shown."""
         if self._batch:
@@ -131,7 +177,7 @@ class Mirror:
             self._logged_ns = now
             logger.error("ledger violation", step=event.step, seq=event.seq, equations=wrong)
 
-    def _make_view(self) -> View:
+    def _make_view(self, now_ns: int) -> View:
         ledger, clock = self.ledger, self._clock
         self._count_events()
         seen = [
@@ -140,8 +186,11 @@ class Mirror:
         return View(
             seq=ledger.next_seq - 1,
             step=ledger.step,
-            time_ns=ledger.time_ns,
-            gauges=tuple(gauges(ledger, clock.wall_ns() - clock.monotonic_ns())),
+            time_ns=now_ns,
+            gauges=(
+                *gauges(ledger, clock.wall_ns() - clock.monotonic_ns()),
+                *extremes(ledger, self._lowest_free, now_ns, f"{self._window_seconds}s"),
+            ),
             counters=(*self._store.counters(), *seen),
             histograms=tuple(self._store.histograms()),
         )

@@ -206,6 +206,11 @@ class TierPool:
     # ------------------------------------------------------------ reading
 
     @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now: cached and empty ones."""
+        return self.num_cached + self.num_empty
+
+    @property
     def num_filled_slots(self) -> int:
         """Filled slots of used blocks. O(blocks written since it was last asked for)."""
         self._settle_all()

@@ -8,11 +8,13 @@ from kvwatch.ledger.feeds import (
     CounterFamily,
     FeedFunction,
     HistogramFamily,
+    all_labels,
     compile_feed,
     divisor_of,
-    known_labels,
+    label_choices,
     make_family,
 )
+from kvwatch.ledger.series import SeriesSettings
 from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.telemetry.schema import Event, EventSpec, Metric, Registry
 
@@ -20,11 +22,12 @@ from kvwatch.telemetry.schema import Event, EventSpec, Metric, Registry
 class MetricStore:
     """Values of every counter and histogram that events feed. Observatory thread only.
 
-    Series whose labels are known in advance exist from the beginning at 0: a counter that appears only with its first
-    increment would hide that increment from `rate()`.
+    All series exist from the beginning, at 0: a counter that appears only with its first increment would hide that
+    increment from `rate()`. No event can add one.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, settings: SeriesSettings | None = None) -> None:
+        self._settings = settings or SeriesSettings()
         self._families: dict[Metric, CounterFamily | HistogramFamily] = {}
         self.feeds: dict[type[Event], tuple[FeedFunction, ...]] = {
             spec.cls: tuple(self._compile(spec)) for spec in registry
@@ -56,7 +59,9 @@ class MetricStore:
     def histograms(self) -> list[HistogramSample]:
         """Return all histograms as they are now."""
         return [
-            HistogramSample(family.metric, labels, tuple(cell.counts), _in_base_unit(cell.total, family.divisor))
+            HistogramSample(
+                family.metric, labels, tuple(cell.counts), _in_base_unit(cell.total, family.divisor), family.buckets
+            )
             for family in self._families.values()
             if isinstance(family, HistogramFamily)
             for labels, cell in family.cells.items()
@@ -66,15 +71,16 @@ class MetricStore:
         functions = []
         for feed in spec.feeds:
             family = self._family(feed.metric, divisor_of(feed.amount))
-            for labels in known_labels(feed, spec):
+            choices = label_choices(feed, spec, self._settings)
+            for labels in all_labels(choices):
                 family.touch(labels)
-            functions.append(compile_feed(feed, family))
+            functions.append(compile_feed(feed, family, choices))
         return functions
 
     def _family(self, metric: Metric, divisor: int) -> CounterFamily | HistogramFamily:
         family = self._families.get(metric)
         if family is None:
-            family = self._families[metric] = make_family(metric, divisor)
+            family = self._families[metric] = make_family(metric, divisor, self._settings)
         elif family.divisor != divisor:
             raise SchemaError(f"{metric.name} is fed with scales 1/{family.divisor} and 1/{divisor}; use one")
         return family

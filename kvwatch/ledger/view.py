@@ -20,6 +20,8 @@ class HistogramSample(msgspec.Struct, frozen=True, gc=False):
     labels: tuple[str, ...]
     counts: tuple[int, ...]
     sum: float
+    bounds: tuple[float, ...]
+    """Upper bounds in the metric's unit: those that it declares, and those that the operator added."""
 
     @property
     def count(self) -> int:
@@ -37,7 +39,7 @@ class View(msgspec.Struct, frozen=True):
     """Number of the newest event that is contained; -1 before any."""
     step: int
     time_ns: int
-    """Monotonic time of that event in ns."""
+    """Monotonic time in ns as of which this is true: that of the newest event, or later if nothing happened since."""
     gauges: tuple[Sample, ...]
     counters: tuple[Sample, ...]
     histograms: tuple[HistogramSample, ...]

@@ -17,22 +17,25 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import structlog
 
 from kvwatch.control import EngineControl
 from kvwatch.errors import ExporterError
+from kvwatch.exporters.exemplars import ExemplarStore
 from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.exporters.listener import Listener, bind
 from kvwatch.exporters.prometheus.asgi import MetricsApp, make_listener
 from kvwatch.exporters.prometheus.families import ViewCollector
+from kvwatch.exporters.prometheus.gateway import gateway_samples
 from kvwatch.exporters.prometheus.page import MetricsPage
 from kvwatch.exporters.prometheus.process import ProcessMetrics
-from kvwatch.ledger.collector import Collector, Follower
+from kvwatch.ledger.collector import Collector
 from kvwatch.ledger.mirror import Mirror
-from kvwatch.ledger.view import Sample, View
+from kvwatch.ledger.series import SeriesSettings
+from kvwatch.ledger.view import HistogramSample, Sample, View
+from kvwatch.observatory.part import Part
 from kvwatch.telemetry.log import EventLog
 
 METRICS_SETTING = "--metrics-listen"
@@ -40,40 +43,6 @@ STOP_SECONDS = 5.0
 """`stop` waits no longer than this for the thread."""
 
 logger = structlog.get_logger(__name__)
-
-
-class Part(Protocol):
-    """Something that lives on the observatory's thread beside the ledger: an exporter, the recorder, the stream."""
-
-    @property
-    def name(self) -> str:
-        """Value of the label `subscriber` in its own metrics; one for each part."""
-        ...
-
-    @property
-    def follower(self) -> Follower | None:
-        """What the log's events are brought to; none if it needs none."""
-        ...
-
-    def open(self) -> None:
-        """Take what may be refused (ports, files) on the caller's thread, before anything runs.
-
-        Raises:
-            ExporterError: with what was refused and the setting to change.
-        """
-        ...
-
-    def samples(self) -> Iterable[Sample]:
-        """Return its own metrics as they are now. Any thread."""
-        ...
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Do what it does besides following, until `stop` is set."""
-        ...
-
-    def close(self) -> None:
-        """Give back what `open` took; called once, on the observatory's thread, when nothing more will come."""
-        ...
 
 
 class Observatory:
@@ -85,6 +54,9 @@ class Observatory:
         identity: Labels of every series.
         metrics_listen: `HOST:PORT` of the metrics listener, port 0 for any free one; none for no listener.
         parts: What else follows the log.
+        series: Allow-lists of labels and further bounds of histograms.
+        exemplars: Traces that the page gives for buckets of latencies; whoever exports traces fills it.
+        has_vllm_aliases: Whether the page offers vLLM's names too.
         view_interval_seconds: Least time between two views while the engine is busy; 0 for one at every step.
         render_interval_seconds: Least time between two renderings of the page; 0 renders for every scrape.
     """
@@ -97,19 +69,33 @@ class Observatory:
         *,
         metrics_listen: str | None = None,
         parts: Sequence[Part] = (),
+        series: SeriesSettings | None = None,
+        exemplars: ExemplarStore | None = None,
+        has_vllm_aliases: bool = False,
         view_interval_seconds: float = 0.1,
         render_interval_seconds: float = 1.0,
     ) -> None:
         self._log = log
         self._control = control
         self._metrics_listen = metrics_listen
-        self._mirror = Mirror(log.clock, view_interval_seconds)
+        self._mirror = Mirror(log.clock, view_interval_seconds, series=series)
         self._parts = parts
         self._collectors: list[Collector] = []
         self._cpu_seconds = 0.0
         self._process = ProcessMetrics(self._subscribers, self._thread_seconds)
+        self._sources: list[Callable[[], Iterable[Sample]]] = [
+            self._process,
+            lambda: gateway_samples(self._mirror.view),
+            *(part.samples for part in parts),
+        ]
         self._page = MetricsPage(
-            ViewCollector(lambda: self._mirror.view, [self._process, *(part.samples for part in parts)], identity),
+            ViewCollector(
+                lambda: self._mirror.view,
+                self._sources,
+                identity,
+                exemplars=exemplars,
+                has_vllm_aliases=has_vllm_aliases,
+            ),
             log.clock,
             render_interval_seconds,
         )
@@ -123,9 +109,23 @@ class Observatory:
         """ASGI application that answers with the metrics page; any event loop may call it."""
 
     @property
+    def mirror(self) -> Mirror:
+        """Ledger and counters behind the view. They belong to the observatory's thread: for parts, nobody else."""
+        return self._mirror
+
+    @property
     def view(self) -> View:
         """The newest view."""
         return self._mirror.view
+
+    def samples(self) -> Iterator[Sample | HistogramSample]:
+        """Give everything that the metrics page shows, as it is now. Any thread."""
+        view = self._mirror.view
+        yield from view.gauges
+        yield from view.counters
+        yield from view.histograms
+        for source in self._sources:
+            yield from source()
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
@@ -154,8 +154,7 @@ class Observatory:
             raise ExporterError("the observatory was started before; make a new one for every start")
         if self._metrics_listen is not None:
             self._socket = bind(self._metrics_listen, METRICS_SETTING)
-        for part in self._parts:
-            part.open()
+        self._open_parts()
         followers = [("ledger", self._mirror), *((part.name, part.follower) for part in self._parts)]
         self._collectors = [
             Collector(self._log, self._control.snapshot, follower, name) for name, follower in followers if follower
@@ -179,6 +178,16 @@ class Observatory:
         thread.join(timeout_seconds)
         if thread.is_alive():
             logger.warning("the observatory's thread did not end in time", timeout_seconds=timeout_seconds)
+
+    def _open_parts(self) -> None:
+        """Open all parts, or none: what was opened is closed again when a later one is refused."""
+        with contextlib.ExitStack() as opened:
+            if self._socket is not None:
+                opened.callback(self._socket.close)
+            for part in self._parts:
+                part.open()
+                opened.callback(part.close)
+            opened.pop_all()
 
     # ------------------------------------------------------------ the thread
 

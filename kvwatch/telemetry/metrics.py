@@ -1,37 +1,20 @@
 """Every metric: name, meaning, unit, labels, when it moves, how to aggregate it, what to do about it.
 
 Events name the counters and histograms that they feed; gauges are read from the ledger's view or from kvwatch itself.
-Exporters, docs/metrics.md and dashboards are derived from this page. Histogram bounds of request latencies are those
-that vLLM's dashboards use, so that the two can be laid over each other.
+Exporters, docs/metrics.md and dashboards are derived from this page.
 """
 
+from kvwatch.telemetry.buckets import (
+    BATCH,
+    BLOCKS,
+    ITL_SECONDS,
+    REQUEST_SECONDS,
+    RESIDENCY_SECONDS,
+    STEP_SECONDS,
+    TOKENS,
+    TTFT_SECONDS,
+)
 from kvwatch.telemetry.schema import Metric, MetricKind
-
-RESIDENCY_SECONDS = (
-    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60,
-    120, 300, 600, 1200, 1800, 3600, 14400, 86400,
-)  # fmt: skip
-TTFT_SECONDS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10,
-    20, 40, 80, 160, 640, 2560,
-)  # fmt: skip
-ITL_SECONDS = (
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
-)  # fmt: skip
-REQUEST_SECONDS = (
-    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
-)  # fmt: skip
-STEP_SECONDS = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
-)  # fmt: skip
-TOKENS = tuple(float(2**i) for i in range(18))
-BLOCKS = tuple(float(2**i) for i in range(17))
-BATCH = tuple(float(2**i) for i in range(11))
-
-TIERS = ("device",)
-"""Tiers that exist; host and disk arrive with swapping."""
-GROUPS = ("0",)
-"""KV groups that exist; more arrive with hybrid models."""
 
 
 def _counter(name: str, brief: str, unit: str = "1", labels: tuple[str, ...] = (), **more: str) -> Metric:
@@ -68,6 +51,16 @@ KV_USAGE_RATIO = _gauge(
     "kv_usage_ratio", "Used blocks divided by capacity.", "ratio", ("tier",),
     moves="With kv_blocks.", aggregate="sum of used divided by sum of capacity; never an average of ratios",
     action="Sustained above 0.9: expect preemptions; add memory or lower concurrency.",
+)  # fmt: skip
+KV_FREE_BLOCKS_MIN = _gauge(
+    "kv_free_blocks_min", "Fewest free blocks at any moment of the window, however short; absent until a window was seen.",
+    "blocks", ("tier", "window"), moves="At every step, and when the window moves on.", aggregate="min",
+    action="0 while kv_free_blocks looks comfortable: bursts between scrapes exhaust the pool.",
+)  # fmt: skip
+KV_USAGE_RATIO_MAX = _gauge(
+    "kv_usage_ratio_max", "Highest usage at any moment of the window; absent until a window was seen.", "ratio",
+    ("tier", "window"), moves="With kv_free_blocks_min.", aggregate="max",
+    action="Judge capacity by this, not by what a scrape happens to see.",
 )  # fmt: skip
 KV_TOKEN_CAPACITY = _gauge(
     "kv_token_capacity", "Tokens that fit the pool.", "tokens", ("tier", "group"),
@@ -109,6 +102,11 @@ KV_BLOCK_BYTES = _gauge(
 KV_ORPHANED_BLOCKS = _gauge(
     "kv_orphaned_blocks", "Used blocks that no live request holds; 0 unless there is a leak.", "blocks", ("tier",),
     moves="Never, in a healthy engine.", action="Not 0: a defect; keep a snapshot and report it.",
+)  # fmt: skip
+
+DEVICE_MEMORY_BYTES = _gauge(
+    "device_memory_bytes", "Memory of the device by what it is for; absent where it is not known.", "bytes", ("kind",),
+    moves="When the model is loaded or the pool is built.", action="kv against the rest: what a larger pool could take.",
 )  # fmt: skip
 
 # ---------------------------------------------------------------- pool counters and histograms
@@ -173,6 +171,13 @@ PREFIX_CACHE_GRANULARITY_LOST_TOKENS = _counter(
     "tokens", moves="At admission.", action="Large beside few hits: prompts share less than a block; try a smaller block size.",
 )  # fmt: skip
 
+PREFIX_CACHE_REGRETTED_TOKENS = _counter(
+    "prefix_cache_regretted_tokens",
+    "Tokens that would have hit, had their blocks not been evicted for want of room; a bounded number of evictions is "
+    "remembered.",
+    "tokens", moves="At first admission.", action="Large beside the hits: a larger pool would save this work.",
+)  # fmt: skip
+
 # ---------------------------------------------------------------- pressure
 PREEMPTIONS = _counter(
     "preemptions", "Requests that lost their blocks to others.", "1", ("mode", "reason"),
@@ -181,6 +186,11 @@ PREEMPTIONS = _counter(
 PREEMPTION_AWAY = _histogram(
     "preemption_away_seconds", "Time from a preemption to the resumption.", "seconds", REQUEST_SECONDS, ("mode",),
     moves="When a preempted request resumes.", action="What users feel as a stall in the middle of an answer.",
+)  # fmt: skip
+RECOMPUTE_SECONDS = _histogram(
+    "recompute_seconds", "Time from a resumption until all tokens that the preemption had dropped are there again.",
+    "seconds", REQUEST_SECONDS, moves="Once for each resumption, unless the request ends before.",
+    action="Comes on top of preemption_away_seconds: long with long contexts; more memory or fewer sequences help.",
 )  # fmt: skip
 RECOMPUTED_TOKENS = _counter(
     "recomputed_tokens", "Tokens computed again since a preemption had dropped their K/V.", "tokens",
@@ -208,25 +218,29 @@ QUEUE_LIMIT = _gauge(
     action="See requests_rejected_total.",
 )  # fmt: skip
 REQUESTS_FINISHED = _counter(
-    "requests_finished", "Requests that ended, by reason.", "1", ("reason",), moves="Once for each request.",
-    action="abort: clients hang up; error: look at the logs.",
+    "requests_finished", "Requests that ended. Values of lora and tenant come from allow-lists, others are `other`.", "1",
+    ("reason", "lora", "tenant"), moves="Once for each request.", action="abort: clients hang up; error: look at the logs.",
 )  # fmt: skip
 REQUESTS_REJECTED = _counter(
     "requests_rejected", "Requests refused before they were queued.", "1", ("reason",), moves="On every refusal, whether the API or the engine refuses.",
     action="queue_full: the engine is overloaded.",
 )  # fmt: skip
-PROMPT_TOKENS = _counter("prompt_tokens", "Prompt tokens of admitted requests.", "tokens", moves="At first admission.")
-GENERATED_TOKENS = _counter("generated_tokens", "Tokens generated.", "tokens", moves="At every step.")
+PROMPT_TOKENS = _counter(
+    "prompt_tokens", "Prompt tokens of admitted requests.", "tokens", moves="At first admission.",
+    action="With generated_tokens: the load in tokens; prefill dominates when it is far larger.",
+)  # fmt: skip
+GENERATED_TOKENS = _counter(
+    "generated_tokens", "Tokens generated.", "tokens", moves="At every step.",
+    action="Its rate is the engine's throughput.",
+)  # fmt: skip
 REQUEST_PROMPT_TOKENS = _histogram(
-    "request_prompt_tokens",
-    "Prompt length of finished requests.",
-    "tokens",
-    TOKENS,
-    moves="When a request ends.",
-)
+    "request_prompt_tokens", "Prompt length of finished requests.", "tokens", TOKENS, moves="When a request ends.",
+    action="Choose block size and max-batch-tokens by it; its mean tells what a request needs to start.",
+)  # fmt: skip
 REQUEST_GENERATED_TOKENS = _histogram(
     "request_generated_tokens", "Tokens generated for finished requests, over all its sequences.", "tokens", TOKENS,
     moves="When a request ends.",
+    action="With request_prompt_tokens: how long requests hold their blocks.",
 )  # fmt: skip
 TIME_TO_FIRST_TOKEN = _histogram(
     "time_to_first_token_seconds", "From arrival at the engine to the first token.", "seconds", TTFT_SECONDS,
@@ -237,42 +251,36 @@ INTER_TOKEN_LATENCY = _histogram(
     moves="At every token but the first.", action="Tails: preemption, or prefill chunks too large.",
 )  # fmt: skip
 END_TO_END = _histogram(
-    "end_to_end_seconds",
-    "From arrival to the last token.",
-    "seconds",
-    REQUEST_SECONDS,
-    moves="When a request ends.",
-)
+    "end_to_end_seconds", "From arrival to the last token.", "seconds", REQUEST_SECONDS, moves="When a request ends.",
+    action="High with a normal time to first token: many tokens, or a slow inter_token_latency_seconds.",
+)  # fmt: skip
 QUEUE_SECONDS = _histogram(
     "queue_seconds", "From arrival to first admission.", "seconds", REQUEST_SECONDS, moves="At first admission.",
     action="The queue is the bottleneck when it is a large part of the time to first token.",
 )  # fmt: skip
 PREFILL_SECONDS = _histogram(
-    "prefill_seconds",
-    "From first admission to the first token.",
-    "seconds",
-    REQUEST_SECONDS,
+    "prefill_seconds", "From first admission to the first token.", "seconds", REQUEST_SECONDS,
     moves="When a request ends.",
-)
+    action="Long with a short queue: long prompts; more prefix hits or larger max-batch-tokens help.",
+)  # fmt: skip
 DECODE_SECONDS = _histogram(
-    "decode_seconds",
-    "From the first to the last token.",
-    "seconds",
-    REQUEST_SECONDS,
-    moves="When a request ends.",
-)
+    "decode_seconds", "From the first to the last token.", "seconds", REQUEST_SECONDS, moves="When a request ends.",
+    action="Divided by generated tokens: time per token, pauses by preemption included.",
+)  # fmt: skip
 
 # ---------------------------------------------------------------- engine
 STEP_DURATION = _histogram(
-    "step_seconds",
-    "Duration of a step by phase.",
-    "seconds",
-    STEP_SECONDS,
-    ("phase",),
-    moves="At every step.",
-)
-STEP_TOKENS = _histogram("step_tokens", "Tokens computed in a step.", "tokens", TOKENS, moves="At every step.")
-BATCH_SIZE = _histogram("batch_size", "Sequences in a step.", "1", BATCH, moves="At every step.")
+    "step_seconds", "Duration of a step by phase.", "seconds", STEP_SECONDS, ("phase",), moves="At every step.",
+    action="schedule and apply are the engine itself, forward and sample the model.",
+)  # fmt: skip
+STEP_TOKENS = _histogram(
+    "step_tokens", "Tokens computed in a step.", "tokens", TOKENS, moves="At every step.",
+    action="Far below max-batch-tokens with requests waiting: blocks or sequences are short.",
+)  # fmt: skip
+BATCH_SIZE = _histogram(
+    "batch_size", "Sequences in a step.", "1", BATCH, moves="At every step.",
+    action="At max-num-seqs all the time with free blocks left: raise max-num-seqs.",
+)  # fmt: skip
 LAST_STEP_TIMESTAMP = _gauge(
     "last_step_timestamp_seconds", "Unix time of the last completed step.", "seconds", moves="At every step.",
     aggregate="max", action="Old while requests run: the engine is stuck.",
@@ -280,36 +288,69 @@ LAST_STEP_TIMESTAMP = _gauge(
 STEP_ERRORS = _counter(
     "step_errors", "Steps that failed.", "1", moves="On a failure in the model.", action="Look at the logs."
 )
+ENGINE_STATE = _gauge(
+    "engine_state", "1 for the state that the engine is in, 0 for the others.", "1", ("state",),
+    moves="On drain, stall, stop and failure.", aggregate="sum by (state): engines in each state",
+    action="stalled: a step takes longer than stall-seconds; failed: look at the logs and restart.",
+)  # fmt: skip
+CONFIG_VALUE = _gauge(
+    "config_value", "Value of a setting in force; switches are 0 or 1.", "1", ("key",), moves="When the setting changes.",
+    aggregate="max", action="Replicas that differ: one was configured or changed apart.",
+)  # fmt: skip
+OUT_OF_MEMORY = _counter(
+    "out_of_memory", "Steps that failed since the device had too little memory beside the pool.", "1",
+    moves="On such a failure, with step_errors.", action="Lower max-batch-tokens or the pool: the workspace needs room.",
+)  # fmt: skip
 BUILD_INFO = _gauge(
-    "build_info", "Always 1; the version in a label.", "1", ("version",), moves="Never.", aggregate="max"
-)
+    "build_info", "Always 1; the version in a label.", "1", ("version",), moves="Never.", aggregate="max",
+    action="Tells which version a series comes from.",
+)  # fmt: skip
+
+# ---------------------------------------------------------------- for gateways (Gateway API Inference Extension)
+GATEWAY_QUEUED_REQUESTS = _gauge(
+    "gateway_queued_requests", "TotalQueuedRequests of the Gateway API Inference Extension.", "1", moves="With requests.",
+    action="For an endpoint picker: one series without labels to match.",
+)  # fmt: skip
+GATEWAY_RUNNING_REQUESTS = _gauge(
+    "gateway_running_requests", "TotalRunningRequests of the Gateway API Inference Extension.", "1", moves="With requests.",
+    action="For an endpoint picker.",
+)  # fmt: skip
+GATEWAY_KV_UTILIZATION = _gauge(
+    "gateway_kv_utilization_ratio", "KVCacheUtilization of the Gateway API Inference Extension; cached blocks count as free.",
+    "ratio", moves="With kv_usage_ratio.", aggregate="max", action="For an endpoint picker.",
+)  # fmt: skip
+GATEWAY_CACHE_CONFIG = _gauge(
+    "gateway_cache_config_info", "Always 1; BlockSize and NumGPUBlocks of the Gateway API Inference Extension as labels.",
+    "1", ("block_size", "num_gpu_blocks"), moves="When the pool is built or resized.", aggregate="max",
+    action="For an endpoint picker that matches prefixes: how much this engine can hold.",
+)  # fmt: skip
 
 # ---------------------------------------------------------------- kvwatch itself
 TELEMETRY_EVENTS = _counter(
-    "telemetry_events", "Events that the ledger has applied.", "1", ("event",), moves="All the time."
-)
+    "telemetry_events", "Events that the ledger has applied.", "1", ("event",), moves="All the time.",
+    action="Its rate is what subscribers must keep up with.",
+)  # fmt: skip
 TELEMETRY_GAPS = _counter(
     "telemetry_gaps", "Times a subscriber lost events and was healed by a snapshot.", "1", ("subscriber",),
     moves="When a subscriber is too slow.", action="Counters fed by the lost events are low by what was lost.",
 )  # fmt: skip
 TELEMETRY_DROPPED = _counter(
-    "telemetry_dropped", "Events that a subscriber lost.", "1", ("subscriber",), moves="With telemetry_gaps."
-)
+    "telemetry_dropped", "Events that a subscriber lost.", "1", ("subscriber",), moves="With telemetry_gaps.",
+    action="Not 0: the subscriber named is too slow, or its receiver is.",
+)  # fmt: skip
 TELEMETRY_LAG = _gauge(
     "telemetry_lag_events", "Events that a subscriber has still to read.", "1", ("subscriber",), moves="All the time.",
     aggregate="max",
+    action="Near the log's capacity: the subscriber will lose events.",
 )  # fmt: skip
 TELEMETRY_ERRORS = _counter(
     "telemetry_errors", "Errors inside a subscriber; the engine was not touched.", "1", ("subscriber",), moves="On defects.",
     action="Not 0: a defect in kvwatch; look at its logs.",
 )  # fmt: skip
 TELEMETRY_CPU = _counter(
-    "telemetry_cpu_seconds",
-    "Processor time of kvwatch's own threads.",
-    "seconds",
-    ("thread",),
-    moves="All the time.",
-)
+    "telemetry_cpu_seconds", "Processor time of kvwatch's own threads.", "seconds", ("thread",),
+    moves="All the time.", action="The cost of watching; its rate is a part of one core.",
+)  # fmt: skip
 LEDGER_VIOLATIONS = _counter(
     "ledger_violations", "Steps after which the ledger and the engine's checksums disagreed.", "1", moves="On defects.",
     action="Not 0: do not trust the pool gauges; the log has the equation.",

@@ -54,3 +54,9 @@ class EngineSnapshot(msgspec.Struct, frozen=True, gc=False):
     tiers: list[TierState]
     sequences: list[SequenceState]
     requests: list[RequestState]
+    engine_state: str = "running"
+    """`running`, `draining`, `stalled`, `stopped` or `failed`."""
+    config: dict[str, float] = {}
+    """Values of the engine's settings that are numbers."""
+    memory_bytes: dict[str, int] = {}
+    """Memory of the device by what it is for: `weights`, `kv`, `workspace`. What is not known is absent."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from kvwatch.config import Resolved, add_flags, declared_settings, resolve, setting
+from kvwatch.config import Resolved, add_flags, declared_settings, parse_bytes, resolve, setting, shown_settings
 from kvwatch.errors import ConfigError, SchemaError
 
 
@@ -212,3 +212,24 @@ class Union(msgspec.Struct):
 def test_a_setting_that_no_flag_can_express_is_refused(cls: Any, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         declared_settings(cls)
+
+
+def test_settings_are_shown_as_text_without_secrets() -> None:
+    shown = shown_settings(Demo(port=81, api_key="hunter2"))
+
+    assert (shown["port"], shown["max_model_len"]) == ("81", "none")
+    assert "hunter2" not in str(shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4GiB", 4 * 2**30), ("512M", 512 * 2**20), ("1.5k", 1536), ("1073741824", 2**30), (" 2 TB ", 2**41)],
+)
+def test_a_size_may_have_a_unit(text: str, size: int) -> None:
+    assert parse_bytes(text, "--kv-memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "0", "-1", "1XB", "1e9", "nan"])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-memory.*4GiB"):
+        parse_bytes(text, "--kv-memory")

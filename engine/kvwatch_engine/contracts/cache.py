@@ -1,6 +1,23 @@
 """Shape of the KV cache of one group of layers."""
 
 from dataclasses import dataclass
+from typing import Final, Literal
+
+KVDtype = Literal["auto", "int8", "fp8_e4m3", "fp8_e5m2"]
+"""How keys and values are kept: as the model computes them, or quantised with a scale for each token and head."""
+
+QUANTISED_DTYPES: Final[dict[KVDtype, str]] = {
+    "int8": "int8",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""Names of the torch dtypes."""
+
+BLOCK_ALIGNMENT: Final = 64
+"""Every block, and the scales in it, start at a multiple of this many bytes: a line of the processor's cache."""
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2} | dict.fromkeys(QUANTISED_DTYPES.values(), 1)
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,19 +33,34 @@ class KVCacheSpec:
     block_size: int
     """Tokens in one block."""
     dtype: str
-    """Name of the torch dtype of keys and values: `float32`, `bfloat16` or `float16`."""
+    """Name of the torch dtype of keys and values: `float32`, `bfloat16`, `float16`, or a quantised one."""
 
     @property
     def dtype_bytes(self) -> int:
         """Bytes of one element."""
-        return {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+        return _DTYPE_BYTES[self.dtype]
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token's keys and values take over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+    def is_quantised(self) -> bool:
+        """Whether keys and values come with scales."""
+        return self.dtype in QUANTISED_DTYPES.values()
+
+    @property
+    def num_heads_per_token(self) -> int:
+        """Keys and values of one token over all layers and heads: so many scales has it where there are any."""
+        return 2 * self.num_layers * self.num_kv_heads
+
+    @property
+    def scales_offset(self) -> int:
+        """Bytes of a block before its scales: keys and values, padded."""
+        return _padded(self.num_heads_per_token * self.block_size * self.head_dim * self.dtype_bytes)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
-        return self.bytes_per_token * self.block_size
+        """Bytes of one block over all layers: keys and values, scales where there are any, padding."""
+        num_scales = self.num_heads_per_token * self.block_size if self.is_quantised else 0
+        return self.scales_offset + _padded(num_scales * _SCALE_BYTES)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT

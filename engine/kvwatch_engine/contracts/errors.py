@@ -51,6 +51,15 @@ class CacheCorruption(EngineError):
     """An invariant of the block pool is broken; the message is the equation with its numbers."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a step failed since memory could not be had, whatever library says so. Needs no torch."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
+
+
 def rejection_reason(error: Exception) -> RejectionReason:
     """Return the reason under which a refusal is counted."""
     if isinstance(error, EngineOverloaded):

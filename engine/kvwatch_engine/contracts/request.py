@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from kvwatch.telemetry.events.request import RejectionReason
+from kvwatch.telemetry.events.request import Operation, RejectionReason
 from kvwatch_engine.contracts.sampling import SamplingParams
 
 
@@ -23,6 +23,23 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOrigin:
+    """Where a request comes from. Changes nothing of its answer: only telemetry reads it."""
+
+    operation: Operation = "text_completion"
+    is_stream: bool = False
+    """Whether the caller reads the answer token by token."""
+    trace_parent: str = ""
+    """W3C `traceparent` of the request; empty if it has none."""
+    trace_state: str = ""
+    """W3C `tracestate` of the request; empty if it has none."""
+    tenant: str = ""
+    """On whose behalf; empty if nobody said."""
+    adapter: str = ""
+    """LoRA adapter; empty for the base model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One request: a prompt and how to continue it `sampling.n` times."""
 
@@ -32,6 +49,7 @@ class GenerationRequest:
     sampling: SamplingParams
     cache_salt: str = ""
     """Part of every block hash of this request: blocks are shared only between equal salts."""
+    origin: RequestOrigin = RequestOrigin()
 
 
 @dataclass(frozen=True, slots=True)

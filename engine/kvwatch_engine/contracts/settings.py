@@ -29,3 +29,22 @@ class EngineSettings:
     vocab_size: int = 1 << 31
     stall_seconds: float = 30.0
     """A step that takes longer than this makes the engine count as stuck."""
+    emit_token_ids: bool = False
+    """Tell the token ids of stored blocks to whoever follows the log: they are what users wrote."""
+
+    def numbers(self) -> dict[str, float]:
+        """Return the settings that are limits or policies in force, as numbers; what is not set is absent."""
+        found: dict[str, float | None] = {
+            "num_blocks": self.num_blocks,
+            "block_size": self.block_size,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_batch_tokens": self.max_batch_tokens,
+            "max_prefill_chunk": self.max_prefill_chunk,
+            "watermark_blocks": self.watermark_blocks,
+            "max_queued_requests": self.max_queued_requests,
+            "max_queued_tokens": self.max_queued_tokens,
+            "prefix_cache": self.enable_prefix_cache,
+            "stall_seconds": self.stall_seconds,
+        }
+        return {name: float(value) for name, value in found.items() if value is not None}

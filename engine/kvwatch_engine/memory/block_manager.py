@@ -18,7 +18,7 @@ from kvwatch.telemetry.snapshot import SequenceState
 from kvwatch_engine.contracts.block import BlockHash, BlockId
 from kvwatch_engine.contracts.errors import CacheCorruption
 from kvwatch_engine.memory.block_hash import HashChain, TokenSlice
-from kvwatch_engine.memory.block_pool import BlockPool, Owner
+from kvwatch_engine.memory.block_pool import BlockPool, Owner, StoredRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,19 @@ class BlockManager:
     Invariant: the reference count of a block equals the number of tables that contain it.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, log: EventLog, *, enable_prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        log: EventLog,
+        *,
+        enable_prefix_cache: bool = True,
+        emit_token_ids: bool = False,
+    ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
+        self._emit_token_ids = emit_token_ids
         self._log = log
         self._tables: dict[Owner, list[BlockId]] = {}
         self._num_stored: dict[Owner, int] = {}
@@ -150,7 +159,9 @@ class BlockManager:
             return
         hashes = chain.upto(num_full, tokens)
         parent = hashes[done - 1] if done else None
-        self.pool.store(self._tables[owner][done:num_full], hashes[done:num_full], parent)
+        token_ids = self._token_ids(tokens, done, num_full) if self._emit_token_ids else None
+        source = StoredRun(owner, done, token_ids)
+        self.pool.store(self._tables[owner][done:num_full], hashes[done:num_full], parent, source)
         self._num_stored[owner] = num_full
 
     # ------------------------------------------------------------------ sharing and end
@@ -224,6 +235,10 @@ class BlockManager:
                 raise CacheCorruption(f"block {index}: reference count {count}, but it is in {expected} tables")
 
     # ------------------------------------------------------------------ parts
+
+    def _token_ids(self, tokens: TokenSlice, first: int, end: int) -> list[list[int]]:
+        size = self.block_size
+        return [list(tokens(index * size, (index + 1) * size)) for index in range(first, end)]
 
     def _shared_in(self, table: list[BlockId], start: int, end: int) -> list[int]:
         """Return the places in the table that tokens `start` to `end` write to and that have another owner."""

@@ -9,6 +9,7 @@
 Knows blocks and their owners' names, not block tables, tokens or tensors. Emits block events where they happen.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,20 @@ class Owner(NamedTuple):
     sequence: int
 
 
+class StoredRun(NamedTuple):
+    """Where blocks that are stored come from, as their event tells it."""
+
+    owner: Owner
+    first_index: int
+    """Place of the first block in the owner's block table."""
+    token_ids: list[list[int]] | None = None
+    """Token ids of each block; none when nobody may know them."""
+
+
+MAX_REMEMBERED_EVICTIONS = 131_072
+"""Evicted hashes kept for `would_have_hit`, unless the pool has fewer blocks; some 20 MB."""
+
+
 class BlockPool:
     """Blocks of one tier. Engine thread only.
 
@@ -59,6 +74,8 @@ class BlockPool:
         self._allocated_ns = [0] * num_blocks
         self._released_ns = [0] * num_blocks
         self._hits = [0] * num_blocks
+        self._evicted: OrderedDict[BlockHash, None] = OrderedDict()
+        """What was evicted for want of room and not stored again, oldest first; as many as the pool has blocks."""
 
     # ------------------------------------------------------------------ counts
 
@@ -92,6 +109,10 @@ class BlockPool:
     def find(self, content: BlockHash) -> BlockId | None:
         """Return the block that holds `content`, used or cached. O(1); changes nothing."""
         return self._index.get(content)
+
+    def would_have_hit(self, content: BlockHash) -> bool:
+        """Return whether `content` is here, or was evicted for want of room not long ago while somebody listened."""
+        return content in self._index or content in self._evicted
 
     def num_cached_of(self, blocks: Sequence[BlockId]) -> int:
         """Return how many of `blocks` are free: reusing them lowers the number of free blocks."""
@@ -162,7 +183,13 @@ class BlockPool:
         if self._log.active:  # without blocks too: it ends the sequence's empty table
             self._log.append(BlocksReleased(owner.request, owner.sequence, list(blocks), reason))
 
-    def store(self, blocks: Sequence[BlockId], hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
+    def store(
+        self,
+        blocks: Sequence[BlockId],
+        hashes: Sequence[BlockHash],
+        parent: BlockHash | None,
+        source: StoredRun,
+    ) -> None:
         """Enter full blocks, consecutive in one sequence, into the prefix index.
 
         A block whose content is already known under another block is left out: it serves its owner and becomes empty
@@ -172,20 +199,19 @@ class BlockPool:
             blocks: used blocks, full.
             hashes: their hashes.
             parent: hash of the block before the first; None at the start of a sequence.
+            source: whose blocks they are, for the event.
         """
-        stored: list[BlockId] = []
-        stored_hashes: list[BlockHash] = []
-        run_parent = parent
-        for block, content in zip(blocks, hashes, strict=True):
+        first = 0
+        for place, (block, content) in enumerate(zip(blocks, hashes, strict=True)):
             if content in self._index:
-                self._emit_stored(stored, stored_hashes, run_parent)
-                stored, stored_hashes, run_parent = [], [], content
+                self._emit_stored(blocks[first:place], hashes[first:place], parent, source, first)
+                first, parent = place + 1, content
                 continue
             self._index[content] = block
             self.hashes[block] = content
-            stored.append(block)
-            stored_hashes.append(content)
-        self._emit_stored(stored, stored_hashes, run_parent)
+            if self._evicted:
+                self._evicted.pop(content, None)
+        self._emit_stored(blocks[first:], hashes[first:], parent, source, first)
 
     def clear_cache(self) -> int:
         """Forget all content. Used blocks go on and become empty when released.
@@ -201,6 +227,7 @@ class BlockPool:
         for block in still_used:
             self.hashes[block] = None
         self._index.clear()
+        self._evicted.clear()
         if self._log.active:
             self._log.append(CacheCleared(list(still_used)))
         return cached
@@ -257,6 +284,8 @@ class BlockPool:
             blocks.append(block)
             hashes.append(content)
         if self._log.active:
+            if reason == "pressure":
+                self._remember(hashes)
             now = self._log.now_ns
             self._log.append(
                 BlocksEvicted(
@@ -271,6 +300,32 @@ class BlockPool:
             )
         return blocks
 
-    def _emit_stored(self, blocks: list[BlockId], hashes: list[BlockHash], parent: BlockHash | None) -> None:
-        if blocks and self._log.active:
-            self._log.append(BlocksStored(list(hashes), list(blocks), parent))
+    def _remember(self, hashes: Sequence[BlockHash]) -> None:
+        evicted = self._evicted
+        for content in hashes:
+            evicted[content] = None
+        while len(evicted) > min(self.num_blocks, MAX_REMEMBERED_EVICTIONS):
+            evicted.popitem(last=False)
+
+    def _emit_stored(
+        self,
+        blocks: Sequence[BlockId],
+        hashes: Sequence[BlockHash],
+        parent: BlockHash | None,
+        source: StoredRun,
+        first: int,
+    ) -> None:
+        """Report blocks that were stored; `first` is the place of the first of them among those that were given."""
+        if not blocks or not self._log.active:
+            return
+        self._log.append(
+            BlocksStored(
+                list(hashes),
+                list(blocks),
+                parent,
+                request=source.owner.request,
+                sequence=source.owner.sequence,
+                first_index=source.first_index + first,
+                token_ids=source.token_ids and source.token_ids[first : first + len(blocks)],
+            )
+        )

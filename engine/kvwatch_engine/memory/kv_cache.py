@@ -1,8 +1,9 @@
 """The tensor behind the blocks. Its layout is drawn in engine/README.md, section "KV cache layout"."""
 
+import numpy as np
 import torch
 
-from kvwatch_engine.contracts.cache import KVCacheSpec
+from kvwatch_engine.contracts.cache import BLOCK_ALIGNMENT, KVCacheSpec
 from kvwatch_engine.contracts.step import Int64Array
 from kvwatch_kernels.block_copy import block_copy
 
@@ -10,9 +11,9 @@ from kvwatch_kernels.block_copy import block_copy
 class KVCache:
     """Keys and values of all blocks of one pool.
 
-    One tensor holds everything, and a block is contiguous over all layers: copying, swapping or moving a block is one
-    memory copy. Only the engine thread may use it. Memory is claimed from the operating system when a block is first
-    written, so that a large pool costs nothing before it is needed.
+    One tensor holds everything, and a block is contiguous over all layers, scales included: copying, swapping or moving
+    a block is one memory copy. Only the engine thread may use it. On a CPU memory is claimed from the operating system
+    when a block is first written, so that a large pool costs nothing before it is needed.
     """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
@@ -25,25 +26,43 @@ class KVCache:
             raise ValueError(f"a KV cache of {num_blocks} blocks holds nothing: block 0 is reserved; give at least 2")
         self.spec = spec
         self.num_blocks = num_blocks
+        self._blocks = _zeros(num_blocks, spec.block_bytes, torch.device(device))
         shape = (num_blocks, spec.num_layers, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
-        self._data = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+        self._data = _view(self._blocks, 0, getattr(torch, spec.dtype), shape)
+        self._scales: torch.Tensor | None = None
+        if spec.is_quantised:
+            self._scales = _view(self._blocks, spec.scales_offset, torch.float32, shape[:-1])
         # Views are made once: making two a layer and step would cost more than the small kernels they are for.
         self._layers = tuple((self._data[:, i, 0], self._data[:, i, 1]) for i in range(spec.num_layers))
+        self._layer_scales = tuple(self._views_of_scales(i) for i in range(spec.num_layers))
+
+    def _views_of_scales(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return (None, None) if self._scales is None else (self._scales[:, index, 0], self._scales[:, index, 1])
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """Everything: `uint8[num_blocks, block_bytes]`, contiguous. A block is its data, its scales, padding."""
+        return self._blocks
 
     @property
     def data(self) -> torch.Tensor:
-        """The whole cache: `dtype[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, contiguous."""
+        """Keys and values: view `dtype[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
         return self._data
+
+    @property
+    def scales(self) -> torch.Tensor | None:
+        """Their scales: view `float32[num_blocks, num_layers, 2, num_kv_heads, block_size]`; none if not quantised."""
+        return self._scales
 
     @property
     def device(self) -> torch.device:
         """Where the cache lies."""
-        return self._data.device
+        return self._blocks.device
 
     @property
     def num_bytes(self) -> int:
         """Size of the cache in bytes."""
-        return self._data.nbytes
+        return self._blocks.nbytes
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the key cache and the value cache of one layer.
@@ -54,6 +73,14 @@ class KVCache:
         """
         return self._layers[index]
 
+    def layer_scales(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the scales of the keys and of the values of one layer; two times none if not quantised.
+
+        Returns:
+            Two views `float32[num_blocks, num_kv_heads, block_size]`. O(1), no allocation.
+        """
+        return self._layer_scales[index]
+
     def copy_blocks(self, sources: Int64Array, destinations: Int64Array) -> None:
         """Copy whole blocks over all layers (copy-on-write).
 
@@ -61,4 +88,23 @@ class KVCache:
             sources: i64[num_copies]. Blocks to read.
             destinations: i64[num_copies]. Blocks to overwrite; none of them is also a source.
         """
-        block_copy(self._data, sources, destinations)
+        block_copy(self._blocks, sources, destinations)
+
+
+def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return zeroed, aligned blocks `uint8[num_blocks, block_bytes]`; see `KVCache` for when memory is claimed."""
+    if device.type != "cpu":
+        return torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device=device)
+    # torch.zeros writes its zeros, NumPy takes those of the operating system.
+    memory = np.zeros(num_blocks * block_bytes + BLOCK_ALIGNMENT, dtype=np.uint8)
+    first = -memory.ctypes.data % BLOCK_ALIGNMENT
+    return torch.from_numpy(memory[first : first + num_blocks * block_bytes]).view(num_blocks, block_bytes)
+
+
+def _view(blocks: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a view `dtype[num_blocks, ...]` of what lies `offset` bytes into each of `blocks`."""
+    elements = blocks.view(dtype)
+    strides = [1]
+    for length in reversed(shape[2:]):
+        strides.insert(0, strides[0] * length)
+    return elements.as_strided(shape, (elements.stride(0), *strides), offset // dtype.itemsize)

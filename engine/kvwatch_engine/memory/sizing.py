@@ -1,6 +1,5 @@
 """How many blocks a pool gets. Pure arithmetic, and one look at the machine's free memory."""
 
-import re
 from pathlib import Path
 
 from kvwatch.errors import ConfigError
@@ -9,26 +8,11 @@ from kvwatch_engine.contracts.cache import KVCacheSpec
 DEFAULT_FREE_MEMORY_SHARE = 0.25
 """Part of the free memory that the pool takes unless told otherwise."""
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-
-
-def parse_bytes(text: str, setting: str) -> int:
-    """Read a size such as `4GiB`, `512M` or `1073741824`; units are powers of 1024.
-
-    Raises:
-        ConfigError: it is no size, or 0.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    if size <= 0:
-        raise ConfigError(f"{setting}: {text!r} is no size above 0; write for instance 4GiB or 512MiB")
-    return size
 
 
 def parse_watermark(text: str, capacity: int, setting: str = "--watermark") -> int:

@@ -32,8 +32,14 @@ class StepAttention:
         """See `StepInput` for the arrays' shapes; they are viewed and may not change during the step."""
         self._cache = cache
         self._slots = SlotMapping(slot_mapping, cache.num_blocks * cache.spec.block_size)
+        key_scales, value_scales = cache.layer_scales(0)
         self._batch = AttentionBatch(
-            *cache.layer(0), block_tables=block_tables, query_starts=query_starts, context_lens=context_lens
+            *cache.layer(0),
+            block_tables=block_tables,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            key_scales=key_scales,
+            value_scales=value_scales,
         )
 
     @classmethod
@@ -68,8 +74,17 @@ class StepAttention:
         Returns:
             `[num_tokens, num_heads, head_dim]`: the queries, a view of `qkv`.
         """
-        caches = self._cache.layer(layer)
-        return rotate_and_store(qkv, *angles, *caches, self._slots, norm_weight=norm_weight, eps=eps)
+        key_scales, value_scales = self._cache.layer_scales(layer)
+        return rotate_and_store(
+            qkv,
+            *angles,
+            *self._cache.layer(layer),
+            self._slots,
+            norm_weight=norm_weight,
+            eps=eps,
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )
 
     def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
         """Attend to everything in the cache that each query may see, the step's own tokens included.
@@ -83,11 +98,25 @@ class StepAttention:
         Returns:
             `[num_tokens, num_heads * head_dim]`, contiguous.
         """
-        caches = self._cache.layer(layer)
-        return self._batch.attend(query, *caches, scale=scale, sliding_window=sliding_window).flatten(1)
+        key_scales, value_scales = self._cache.layer_scales(layer)
+        return self._batch.attend(
+            query,
+            *self._cache.layer(layer),
+            scale=scale,
+            sliding_window=sliding_window,
+            key_scales=key_scales,
+            value_scales=value_scales,
+        ).flatten(1)
 
 
-def warm_up_attention(cache: KVCache, num_heads: int) -> None:
-    """Compile the kernels for this cache, so that no request waits for a compiler."""
+def warm_up_attention(cache: KVCache, num_heads: int, dtype: torch.dtype) -> None:
+    """Compile the kernels for this cache and for computing in `dtype`, so that no request waits for a compiler."""
     spec = cache.spec
-    warm_up(getattr(torch, spec.dtype), num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
+    warm_up(
+        dtype,
+        num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.block_size,
+        cache_dtype=getattr(torch, spec.dtype),
+    )

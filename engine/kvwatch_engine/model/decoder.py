@@ -5,11 +5,11 @@ where a sequence begins.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
-from kvwatch_engine.model.attention import StepAttention
 from kvwatch_engine.model.decoder_config import DecoderConfig
 from kvwatch_engine.model.linear import Linear
 from kvwatch_engine.model.rope import RotaryEmbedding
@@ -52,16 +52,39 @@ class DecoderWeights:
     """Memory that all weights take."""
 
 
+class LayerAttention(Protocol):
+    """What a decoder needs of a step's cache and blocks; see `StepAttention` for the arguments."""
+
+    def rotate_and_store(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        *,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """Rotate a layer's queries and keys, write keys and values to the cache; return the queries."""
+        ...
+
+    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
+        """Attend to what each query may see; return `[num_tokens, num_heads * head_dim]`."""
+        ...
+
+
 class Decoder:
     """A decoder-only transformer. Holds no state between calls: the KV cache comes with each step."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, rotary: RotaryEmbedding) -> None:
         self.config = config
         self.dtype = weights.norm.dtype
+        self.device = weights.norm.device
         self._weights = weights
         self._rotary = rotary
 
-    def hidden_states(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
+    def hidden_states(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention
+    ) -> torch.Tensor:
         """Run all layers; writes the tokens' keys and values to the cache.
 
         Args:
@@ -100,7 +123,7 @@ class Decoder:
         layer: LayerWeights,
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
-        attention: StepAttention,
+        attention: LayerAttention,
     ) -> torch.Tensor:
         config = self.config
         qkv = layer.qkv(x).view(len(x), -1, config.head_dim)

@@ -18,14 +18,15 @@ class DtypeChoice:
     reason: str
 
 
-def choose_dtype(requested: str) -> DtypeChoice:
+def choose_dtype(requested: str, device: torch.device | None = None) -> DtypeChoice:
     """Return the dtype to compute in.
 
-    `auto` takes bfloat16 where the CPU multiplies it in hardware, since it halves the bytes that every step has to
+    `auto` takes bfloat16 where the device multiplies it in hardware, since it halves the bytes that every step has to
     read; elsewhere products of bfloat16 are emulated, and float32 is faster.
 
     Args:
         requested: `auto`, `float32` or `bfloat16`.
+        device: to compute on; none means the CPU.
 
     Raises:
         ModelError: another name.
@@ -34,6 +35,10 @@ def choose_dtype(requested: str) -> DtypeChoice:
         return DtypeChoice(_DTYPES[requested], requested, "as requested")
     if requested != "auto":
         raise ModelError(f"dtype {requested!r} is not supported; use auto, {', '.join(_DTYPES)}")
+    if device is not None and device.type != "cpu":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return DtypeChoice(torch.bfloat16, "bfloat16", "auto: this GPU multiplies bfloat16 in hardware")
+        return DtypeChoice(torch.float32, "float32", "auto: this GPU cannot multiply bfloat16")
     if torch.cpu._is_amx_tile_supported():
         return DtypeChoice(torch.bfloat16, "bfloat16", "auto: this CPU multiplies bfloat16 in hardware (AMX)")
     if torch.cpu._is_avx512_bf16_supported():

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from kvwatch.errors import KVWatchError
-from kvwatch_engine.contracts.cache import KVCacheSpec
+from kvwatch_engine.contracts.cache import QUANTISED_DTYPES, KVCacheSpec, KVDtype
 from kvwatch_engine.contracts.errors import ModelError
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.model.decoder import Decoder
@@ -27,20 +27,35 @@ class LoadedModel:
     info: ModelInfo
     decoder: Decoder
 
-    def cache_spec(self, block_size: int) -> KVCacheSpec:
-        """Return the shape of a KV cache for this model with blocks of `block_size` tokens."""
+    @property
+    def device(self) -> torch.device:
+        """Where its weights lie and its KV cache has to."""
+        return self.decoder.device
+
+    def cache_spec(self, block_size: int, kv_dtype: KVDtype = "auto") -> KVCacheSpec:
+        """Return the shape of a KV cache for this model.
+
+        Args:
+            block_size: tokens of a block.
+            kv_dtype: `auto` keeps keys and values in the dtype that the model computes in.
+        """
         info = self.info
         return KVCacheSpec(
             num_layers=info.num_layers,
             num_kv_heads=info.num_kv_heads,
             head_dim=info.head_dim,
             block_size=block_size,
-            dtype=info.dtype,
+            dtype=info.dtype if kv_dtype == "auto" else QUANTISED_DTYPES[kv_dtype],
         )
 
 
 def load_model(
-    source: str, *, dtype: str = "auto", served_name: str | None = None, cache_dir: Path | None = None
+    source: str,
+    *,
+    dtype: str = "auto",
+    served_name: str | None = None,
+    cache_dir: Path | None = None,
+    device: torch.device | None = None,
 ) -> LoadedModel:
     """Load a model.
 
@@ -52,12 +67,13 @@ def load_model(
         dtype: `auto`, `float32` or `bfloat16`, see `choose_dtype`.
         served_name: name under which the model is served; none takes it from the source.
         cache_dir: where converted models are kept; none means `sources.default_cache_dir()`.
+        device: to compute on, see `choose_device`; none means the CPU.
 
     Raises:
         ModelError: the model does not exist, is damaged, or of a kind that is not supported.
     """
     try:
-        return _load(source, dtype, served_name, cache_dir)
+        return _load(source, dtype, served_name, cache_dir, device or torch.device("cpu"))
     except KVWatchError:
         raise
     except Exception as error:  # damaged files make readers raise every kind; to a user all mean the same
@@ -66,18 +82,20 @@ def load_model(
         ) from error
 
 
-def _load(source: str, dtype: str, served_name: str | None, cache_dir: Path | None) -> LoadedModel:
-    choice = choose_dtype(dtype)
+def _load(
+    source: str, dtype: str, served_name: str | None, cache_dir: Path | None, device: torch.device
+) -> LoadedModel:
+    choice = choose_dtype(dtype, device)
     found = resolve_source(source, cache_dir)
     config = read_config(found.folder)
     shape = decoder_config(config)
-    rotary = rotary_embedding(config, shape.head_dim)
+    rotary = rotary_embedding(config, shape.head_dim, device)
     generation = read_generation_config(found.folder)
     files = weight_files(found.folder)
     # Hashing frees the interpreter, so it runs beside the loading, which mostly waits for memory.
     with ThreadPoolExecutor(1, thread_name_prefix="fingerprint") as executor, torch.inference_mode():
         fingerprint = executor.submit(weights_fingerprint, files)
-        weights = load_weights(files, shape, choice.dtype)
+        weights = load_weights(files, shape, choice.dtype, device)
     info = ModelInfo(
         name=served_name or found.name,
         folder=found.folder,

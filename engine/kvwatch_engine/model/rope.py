@@ -36,8 +36,8 @@ class RotaryEmbedding:
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
 
 
-def rotary_embedding(config: PreTrainedConfig, head_dim: int) -> RotaryEmbedding:
-    """Return the rotary embedding of a transformers configuration.
+def rotary_embedding(config: PreTrainedConfig, head_dim: int, device: torch.device | None = None) -> RotaryEmbedding:
+    """Return the rotary embedding of a transformers configuration; `device` is where positions will be, else the CPU.
 
     Raises:
         ModelError: the rope type is not supported, or rotates only a part of each head.
@@ -55,4 +55,4 @@ def rotary_embedding(config: PreTrainedConfig, head_dim: int) -> RotaryEmbedding
         raise ModelError(
             f"rope rotates {2 * len(frequencies)} of {head_dim} dimensions of each head; only whole heads are supported"
         )
-    return RotaryEmbedding(frequencies, float(scaling))
+    return RotaryEmbedding(frequencies.to(device), float(scaling))

@@ -46,8 +46,9 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 class TensorFiles:
     """Tensors of several safetensors files by name. A context manager; remembers which tensors were taken."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], device: torch.device) -> None:
         self._files = files
+        self._device = device
         self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
 
@@ -80,7 +81,7 @@ class TensorFiles:
         self._handles.pop(name, None)
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor in the file's dtype; each can be taken once.
+        """Return a tensor in the file's dtype, on the device; each can be taken once.
 
         Raises:
             ModelError: it is missing, or not of this shape.
@@ -91,21 +92,24 @@ class TensorFiles:
         tensor: torch.Tensor = handle.get_tensor(name)
         if tensor.shape != shape:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, but the configuration asks for {shape}")
-        return tensor
+        return tensor.to(self._device)
 
 
-def load_weights(files: Sequence[Path], config: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
+def load_weights(
+    files: Sequence[Path], config: DecoderConfig, dtype: torch.dtype, device: torch.device | None = None
+) -> DecoderWeights:
     """Load a decoder's weights.
 
     Args:
         files: see `weight_files`.
         config: shape of the decoder.
         dtype: float32 or bfloat16, to compute in.
+        device: to compute on; none means the CPU.
 
     Raises:
         ModelError: tensors are missing, of the wrong shape, or left over (they would change the result).
     """
-    with TensorFiles(files) as tensors:
+    with TensorFiles(files, device or torch.device("cpu")) as tensors:
         weights = _Builder(tensors, config, dtype).decoder()
         left = [name for name in tensors.remaining if not name.endswith(_COMPUTED_SUFFIX)]
     if left:

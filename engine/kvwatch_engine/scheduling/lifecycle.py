@@ -1,5 +1,6 @@
 """Every change of a request's state, with its events: admission, fork, preemption, end. Engine thread only."""
 
+from itertools import takewhile
 from typing import Literal
 
 from kvwatch.telemetry.events import (
@@ -9,6 +10,7 @@ from kvwatch.telemetry.events import (
     RequestFinished,
     RequestPreempted,
     RequestQueued,
+    RequestRecovered,
     RequestResumed,
 )
 from kvwatch.telemetry.log import EventLog
@@ -55,9 +57,7 @@ class Lifecycle:
         self._requests[request.request_id] = request
         self.waiting.add(request)
         if self._log.active:
-            self._log.append(
-                RequestQueued(request.request_id, request.num_prompt_tokens, len(request.sequences), request.queued_ns)
-            )
+            self._log.append(_queued_event(request))
 
     def find_prefix(self, request: Request) -> list[BlockId]:
         """Return the blocks of a waiting request's longest known prefix; the last token is always left out.
@@ -85,6 +85,9 @@ class Lifecycle:
         """Start or resume the head of the queue, whose blocks were counted before."""
         assert request is self.waiting.head, "requests are admitted in order"
         leader = request.live_sequences()[0]
+        is_first = request.preempted_ns is None
+        # Before the request's own blocks are taken, which may evict more.
+        regretted = self._num_regretted_tokens(leader, len(prefix)) if is_first and self._log.active else 0
         opened = self._manager.open(leader.owner, prefix, leader.num_tokens)
         assert opened, "free blocks were counted before"
         self.waiting.pop_head()
@@ -93,8 +96,8 @@ class Lifecycle:
         request.wait_reason = None
         leader.num_computed = len(prefix) * self._manager.block_size
         self.note_blocks(request)
-        if request.preempted_ns is None:
-            self._note_admitted(request, leader.num_computed)
+        if is_first:
+            self._note_admitted(request, leader.num_computed, regretted)
         else:
             self._note_resumed(request, leader.num_computed)
 
@@ -128,6 +131,21 @@ class Lifecycle:
         request.last_token_ns = now
         return None if previous is None else now - previous
 
+    def note_computed(self, sequence: Sequence, start: int, end: int) -> None:
+        """Note that tokens `start` to `end` of a sequence were computed, some of them perhaps again."""
+        sequence.num_computed = end
+        again = min(end, sequence.num_lost) - start
+        if again > 0:
+            sequence.request.num_recomputed_tokens += again
+
+    def note_recovered(self, request: Request) -> None:
+        """Report a resumed request that has all tokens again that its preemption dropped, if it has."""
+        if request.resumed_ns is None or not request.has_recovered:
+            return
+        if self._log.active:
+            self._log.append(RequestRecovered(request.request_id, self._log.now_ns - request.resumed_ns))
+        request.resumed_ns = None
+
     def note_blocks(self, request: Request) -> None:
         """Update the request's peak of distinct blocks."""
         owners = [sequence.owner for sequence in request.active_sequences()]
@@ -146,6 +164,7 @@ class Lifecycle:
         victim.state = RequestState.WAITING
         victim.num_preemptions += 1
         victim.preempted_ns = self._log.now_ns
+        victim.resumed_ns = None
         self.running.remove(victim)
         self.waiting.add(victim)
         if self._log.active:
@@ -162,11 +181,12 @@ class Lifecycle:
 
     # ------------------------------------------------------------------ end
 
-    def finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End one sequence; the request ends with its last one."""
+    def finish_sequence(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
+        """End one sequence; the request ends with its last one. `error` is the class of what ended it."""
         request = sequence.request
         if sequence.finish_reason is not None:
             return
+        request.error = request.error or error
         if not request.has_forked and sequence is request.live_sequences()[0]:
             self._hand_over(sequence)
         sequence.finish_reason = reason
@@ -178,11 +198,11 @@ class Lifecycle:
         elif len(live) == 1:
             request.has_forked = True
 
-    def finish_request(self, request: Request, reason: FinishReason) -> None:
-        """End all live sequences of a request, whatever its state."""
+    def finish_request(self, request: Request, reason: FinishReason, error: str = "") -> None:
+        """End all live sequences of a request, whatever its state. `error` is the class of what ended it."""
         request.has_forked = True  # nobody inherits the leader's blocks
         for sequence in request.live_sequences():
-            self.finish_sequence(sequence, reason)
+            self.finish_sequence(sequence, reason, error)
 
     # ------------------------------------------------------------------ parts
 
@@ -207,7 +227,7 @@ class Lifecycle:
         if self._log.active:
             self._log.append(_finished_event(request))
 
-    def _note_admitted(self, request: Request, hit_tokens: int) -> None:
+    def _note_admitted(self, request: Request, hit_tokens: int, regretted_tokens: int) -> None:
         now = self._log.now_ns
         request.admitted_ns = now
         request.num_cached_tokens = hit_tokens
@@ -224,8 +244,18 @@ class Lifecycle:
                 hit_tokens,
                 queried - can_hit if queried else 0,
                 now - request.queued_ns,
+                regretted_tokens=regretted_tokens,
             )
         )
+
+    def _num_regretted_tokens(self, leader: Sequence, num_hits: int) -> int:
+        """Return how many more tokens of the prompt than `num_hits` blocks would have hit, had none been evicted."""
+        if not self._manager.enable_prefix_cache:
+            return 0
+        size, pool = self._manager.block_size, self._manager.pool
+        can_hit = (leader.request.num_prompt_tokens - 1) // size
+        missed = leader.chain.upto(can_hit, leader.tokens)[num_hits:can_hit]
+        return size * sum(1 for _ in takewhile(pool.would_have_hit, missed))
 
     def _note_resumed(self, request: Request, hit_tokens: int) -> None:
         assert request.preempted_ns is not None, "only preempted requests resume"
@@ -235,6 +265,29 @@ class Lifecycle:
             again += sum(max(0, follower.num_lost - request.num_prompt_tokens) for follower in followers)
             away_ns = self._log.now_ns - request.preempted_ns
             self._log.append(RequestResumed(request.request_id, "recompute", away_ns, hit_tokens, again))
+        request.resumed_ns = self._log.now_ns
+        self.note_recovered(request)
+
+
+def _queued_event(request: Request) -> RequestQueued:
+    origin, sampling = request.origin, request.sampling
+    return RequestQueued(
+        request.request_id,
+        request.num_prompt_tokens,
+        len(request.sequences),
+        request.queued_ns,
+        origin.operation,
+        origin.is_stream,
+        origin.trace_parent,
+        origin.trace_state,
+        origin.tenant,
+        origin.adapter,
+        sampling.max_tokens,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.seed,
+    )
 
 
 def _finished_event(request: Request) -> RequestFinished:
@@ -252,4 +305,8 @@ def _finished_event(request: Request) -> RequestFinished:
         None if first is None or admitted is None else first - admitted,
         None if first is None or last is None else last - first,
         None if last is None else last - request.queued_ns,
+        request.num_recomputed_tokens,
+        request.error,
+        request.origin.tenant,
+        request.origin.adapter,
     )

@@ -87,16 +87,20 @@ class Request:
     __slots__ = (
         "admitted_ns",
         "arrival",
+        "error",
         "first_token_ns",
         "has_forked",
         "last_token_ns",
         "num_cached_tokens",
         "num_preemptions",
+        "num_recomputed_tokens",
+        "origin",
         "peak_blocks",
         "preempted_ns",
         "prompt_token_ids",
         "queued_ns",
         "request_id",
+        "resumed_ns",
         "sampling",
         "sequences",
         "state",
@@ -109,6 +113,7 @@ class Request:
         self.request_id = source.request_id
         self.prompt_token_ids = source.prompt_token_ids
         self.sampling: SamplingParams = source.sampling
+        self.origin = source.origin
         self.arrival = arrival
         """Place in the order of arrival; it never changes, whatever happens to the request."""
         self.queued_ns = queued_ns
@@ -116,10 +121,15 @@ class Request:
         self.first_token_ns: int | None = None
         self.last_token_ns: int | None = None
         self.preempted_ns: int | None = None
+        self.resumed_ns: int | None = None
+        """When it was resumed, until it has all tokens again that the preemption dropped."""
+        self.error = ""
+        """Class of the error that ended it, or one of its sequences."""
         self.state = RequestState.WAITING
         self.wait_reason: WaitReason | None = None
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
         self.peak_blocks = 0
         self.has_forked = source.sampling.n == 1
         """Whether each live sequence has a block table of its own; False while the leader computes the prompt."""
@@ -135,6 +145,11 @@ class Request:
     def live_sequences(self) -> list[Sequence]:
         """Return the sequences that have not ended."""
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+    @property
+    def has_recovered(self) -> bool:
+        """Whether every token that a preemption dropped is computed again."""
+        return all(sequence.num_computed >= sequence.num_lost for sequence in self.live_sequences())
 
     def active_sequences(self) -> list[Sequence]:
         """Return the live sequences that have a block table: all after the fork, the leader before it."""

@@ -21,6 +21,9 @@ from kvwatch_engine.scheduling.policy import TokenBudget, WatermarkAdmission, ne
 from kvwatch_engine.scheduling.request import Request, RequestState, Sequence, WaitReason
 from kvwatch_engine.scheduling.step_builder import Chunk, ScheduledStep, build_step, end_token_ids
 
+INVALID_LOGITS = "InvalidLogits"
+"""Class of the error that ends a sequence alone: its logits are not numbers."""
+
 
 class Scheduler:
     """Composes steps and applies their results.
@@ -161,10 +164,13 @@ class Scheduler:
             sequence = chunk.sequence
             if sequence.finish_reason is not None:
                 continue
-            sequence.num_computed = chunk.end
+            request = sequence.request
+            lifecycle.note_computed(sequence, chunk.start, chunk.end)
             self._manager.store_full(sequence.owner, sequence.chain, chunk.end, sequence.tokens)
-            if not sequence.request.has_forked:
-                lifecycle.fork_followers(sequence.request)
+            if not request.has_forked:
+                lifecycle.fork_followers(request)
+            if request.resumed_ns is not None:
+                lifecycle.note_recovered(request)
         applied = AppliedStep()
         for row, sequence in enumerate(scheduled.sampled):
             if sequence.finish_reason is None:
@@ -174,7 +180,7 @@ class Scheduler:
     def _apply_row(self, sequence: Sequence, row: int, result: StepResult, applied: "AppliedStep") -> SequenceOutput:
         request = sequence.request
         if row in result.errors:
-            self.lifecycle.finish_sequence(sequence, FinishReason.ERROR)
+            self.lifecycle.finish_sequence(sequence, FinishReason.ERROR, INVALID_LOGITS)
             return SequenceOutput(
                 request_id=request.request_id,
                 sequence=sequence.index,

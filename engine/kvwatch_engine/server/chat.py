@@ -29,6 +29,8 @@ from kvwatch_engine.server.shapes import Head, Plan
 class ChatPlanner(Planner):
     """Plans chat completions."""
 
+    operation = "chat"
+
     async def plan(self, body: bytes) -> Plan:
         """Check a body and return what to do; see `Planner.plan`."""
         request = decode_body(body, ChatRequest)

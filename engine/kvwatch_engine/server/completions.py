@@ -35,6 +35,8 @@ Prompt = str | list[int]
 class CompletionPlanner(Planner):
     """Plans completions."""
 
+    operation = "text_completion"
+
     async def plan(self, body: bytes) -> Plan:
         """Check a body and return what to do; see `Planner.plan`."""
         request = decode_body(body, CompletionRequest)

@@ -1,13 +1,16 @@
 """The way of a generation request: body, plan, engine, answer."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvwatch_engine.contracts.errors import RequestRejected
+from kvwatch_engine.contracts.request import RequestOrigin
 from kvwatch_engine.server.bodies import read_body
 from kvwatch_engine.server.choice import ChoiceDelta
 from kvwatch_engine.server.drain import Drain
@@ -16,7 +19,12 @@ from kvwatch_engine.server.generation import Generations, Run
 from kvwatch_engine.server.planning import Planner
 from kvwatch_engine.server.request_log import RequestRecord, record_of
 from kvwatch_engine.server.settings import ServerSettings
+from kvwatch_engine.server.shapes import Plan
 from kvwatch_engine.server.streaming import stream_answer
+
+TENANT_HEADER = "x-kvwatch-tenant"
+"""Says on whose behalf a request runs. Telemetry only: whoever must be kept apart needs a cache salt."""
+MAX_TENANT_CHARS = 128
 
 
 class GenerationEndpoint:
@@ -49,7 +57,8 @@ class GenerationEndpoint:
                 self._generations.note_rejection(record.request_id, error)
                 raise
             record.answer_id, record.is_stream = plan.job.id, plan.is_stream
-            async with self._generations.start(plan.job, receive) as run:
+            job = replace(plan.job, origin=self._origin(plan, record, Headers(scope=scope)))
+            async with self._generations.start(job, receive) as run:
                 try:
                     if plan.is_stream:
                         await stream_answer(plan, run, record, self._settings, send)
@@ -59,6 +68,15 @@ class GenerationEndpoint:
                     record.usage = run.usage()
             answer = msgspec.json.encode(plan.shape.answer(choices, run.usage()))
             await Response(answer, media_type="application/json")(scope, receive, send)
+
+    def _origin(self, plan: Plan, record: RequestRecord, headers: Headers) -> RequestOrigin:
+        return RequestOrigin(
+            operation=self._planner.operation,
+            is_stream=plan.is_stream,
+            trace_parent=record.trace.to_trace_parent(),
+            trace_state=record.trace_state,
+            tenant=headers.get(TENANT_HEADER, "")[:MAX_TENANT_CHARS],
+        )
 
 
 async def _collect(run: Run, record: RequestRecord) -> list[ChoiceDelta]:

@@ -3,13 +3,19 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.types import Receive
 
 from kvwatch_engine.contracts.errors import rejection_reason
 from kvwatch_engine.contracts.model import ModelInfo
-from kvwatch_engine.contracts.request import EngineClient, FinishReason, GenerationRequest, SequenceOutput
+from kvwatch_engine.contracts.request import (
+    EngineClient,
+    FinishReason,
+    GenerationRequest,
+    RequestOrigin,
+    SequenceOutput,
+)
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.server.choice import Choice, ChoiceDelta
 from kvwatch_engine.server.dispatcher import Mailbox, OutputDispatcher
@@ -32,13 +38,18 @@ class Job:
     sampling: SamplingParams
     stops: tuple[str, ...]
     cache_salt: str = ""
+    origin: RequestOrigin = field(default_factory=RequestOrigin)
 
     def requests(self) -> list[GenerationRequest]:
         """Return one engine request for each prompt, with ids derived from the job's."""
         names = [self.id] if len(self.prompts) == 1 else [f"{self.id}-{place}" for place in range(len(self.prompts))]
         return [
             GenerationRequest(
-                request_id=name, prompt_token_ids=prompt, sampling=self.sampling, cache_salt=self.cache_salt
+                request_id=name,
+                prompt_token_ids=prompt,
+                sampling=self.sampling,
+                cache_salt=self.cache_salt,
+                origin=self.origin,
             )
             for name, prompt in zip(names, self.prompts, strict=True)
         ]

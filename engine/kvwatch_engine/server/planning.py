@@ -3,9 +3,11 @@
 import hashlib
 import uuid
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import structlog
 
+from kvwatch.telemetry.events.request import Operation
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.request import EngineClient
@@ -23,6 +25,9 @@ _log = structlog.get_logger("kvwatch.server")
 
 class Planner(ABC):
     """Turns bodies into plans. Event loop only."""
+
+    operation: ClassVar[Operation]
+    """What its requests ask for."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""One log line for each request, and the id that ties together what belongs to it.
+"""One log line for each request, and the ids that tie together what belongs to it.
 
-The id is the client's `x-request-id` if that is sane, else a new one; it is sent back, and is on every line that is
-logged while the request is handled.
+The request id is the client's `x-request-id` if that is sane, else a new one; it is sent back. The trace is the one
+that the client's `traceparent` names if that is valid, else a new one. Both ids are on every line that is logged while
+the request is handled.
 """
 
 import re
@@ -14,6 +15,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvwatch.telemetry.trace_context import TraceContext, begin_trace, read_trace_parent
 from kvwatch_engine.server.choice import ChoiceDelta
 from kvwatch_engine.server.errors import ClientGone, internal_error, shorten
 from kvwatch_engine.server.protocol.reply import Usage
@@ -32,6 +34,9 @@ class RequestRecord:
     """What is known of a request when it ends."""
 
     request_id: str
+    trace: TraceContext = field(default_factory=begin_trace)
+    trace_state: str = ""
+    """The client's `tracestate`; empty if there was none, or no valid `traceparent` beside it."""
     begin: float = field(default_factory=time.monotonic)
     status: int = 0
     answer_id: str = ""
@@ -78,8 +83,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = scope[_RECORD] = RequestRecord(_request_id(scope))
-        with structlog.contextvars.bound_contextvars(request_id=record.request_id):
+        record = scope[_RECORD] = RequestRecord(_request_id(scope), *_trace(scope))
+        with structlog.contextvars.bound_contextvars(request_id=record.request_id, trace_id=record.trace.trace_id):
             try:
                 await self._handle(scope, receive, _naming(send, record), record)
             finally:
@@ -102,6 +107,14 @@ class RequestLog:
 def _request_id(scope: Scope) -> str:
     given = Headers(scope=scope).get("x-request-id", "")
     return given if _SANE_ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+
+
+def _trace(scope: Scope) -> tuple[TraceContext, str]:
+    """Return the trace of a request and the `tracestate` that belongs to it."""
+    headers = Headers(scope=scope)
+    given = headers.getlist("traceparent")
+    trace = read_trace_parent(given[0]) if len(given) == 1 else None
+    return (trace, ",".join(headers.getlist("tracestate"))) if trace is not None else (begin_trace(), "")
 
 
 def _naming(send: Send, record: RequestRecord) -> Send:

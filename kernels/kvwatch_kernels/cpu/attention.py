@@ -14,8 +14,10 @@ from numba import types
 from torch import Tensor
 
 from kvwatch_kernels.cpu.attention_body import PARTIAL_HEADER, check_and_count_partials, run_items
+from kvwatch_kernels.cpu.bf16 import COMPILED_DTYPES
 from kvwatch_kernels.cpu.compiled import entry_point, source_digest
 from kvwatch_kernels.cpu.fields import (
+    ALIBI_SLOPES,
     FAULT,
     FAULT_BLOCK_ID,
     FAULT_CONTEXT_LEN,
@@ -23,6 +25,7 @@ from kvwatch_kernels.cpu.fields import (
     FAULT_VALUE,
     FIRST_SPLIT_COUNTER,
     KEY_CACHE,
+    KEY_SCALES,
     OUT,
     OUT_HEAD_STRIDE,
     OUT_TOKEN_STRIDE,
@@ -32,13 +35,17 @@ from kvwatch_kernels.cpu.fields import (
     QUERY_TOKEN_STRIDE,
     SCALE,
     SCRATCH,
+    SOFT_CAP,
     VALUE_CACHE,
+    VALUE_SCALES,
 )
-from kvwatch_kernels.cpu.memory import bf16_at, f32_at, i64_at
+from kvwatch_kernels.cpu.memory import bf16_at, e4m3_at, e5m2_at, f32_at, i64_at, int8_at
+from kvwatch_kernels.cpu.quantised import can_compile
 from kvwatch_kernels.cpu.rows import float_bits
 from kvwatch_kernels.cpu.scratch import padded_head_dim, scratch_bytes
 from kvwatch_kernels.cpu.threads import launcher
 from kvwatch_kernels.errors import ShapeError
+from kvwatch_kernels.quant import is_quantised
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -50,7 +57,7 @@ _FLOAT_BYTES = 4
 
 
 class AttentionCode(NamedTuple):
-    """Compiled attention for one dtype."""
+    """Compiled attention over caches of one dtype."""
 
     check: Callable[[int], int]
     """Checks lengths and returns the number of partial rows; see `check_and_count_partials`."""
@@ -58,12 +65,19 @@ class AttentionCode(NamedTuple):
     """Address of the C function that each thread runs."""
 
 
+def has_compiled_attention(query_dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+    """Whether this processor has compiled attention for these dtypes."""
+    if query_dtype not in COMPILED_DTYPES:
+        return False
+    return cache_dtype == query_dtype or (is_quantised(cache_dtype) and can_compile(cache_dtype))
+
+
 @cache
 def attention_code(dtype: torch.dtype) -> AttentionCode:
-    """Compile the attention for a dtype, or load it from the disk cache (once in a process).
+    """Compile the attention for a cache's dtype, or load it from the disk cache (once in a process).
 
     Args:
-        dtype: of queries, cache and outputs: float32 or bfloat16.
+        dtype: float32, bfloat16 or quantised.
     """
     digest = source_digest()
 
@@ -80,8 +94,26 @@ def attention_code(dtype: torch.dtype) -> AttentionCode:
         digest  # noqa: B018
         run_items(i64_at(address), bf16_at(address))
 
+    def run_int8(address: int) -> None:
+        digest  # noqa: B018
+        run_items(i64_at(address), int8_at(address))
+
+    def run_e4m3(address: int) -> None:
+        digest  # noqa: B018
+        run_items(i64_at(address), e4m3_at(address))
+
+    def run_e5m2(address: int) -> None:
+        digest  # noqa: B018
+        run_items(i64_at(address), e5m2_at(address))
+
+    run = {
+        torch.float32: run_f32,
+        torch.bfloat16: run_bf16,
+        torch.int8: run_int8,
+        torch.float8_e4m3fn: run_e4m3,
+        torch.float8_e5m2: run_e5m2,
+    }[dtype]
     prototype = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
-    run = run_f32 if dtype == torch.float32 else run_bf16
     return AttentionCode(
         prototype(entry_point(types.int64(types.int64), check)),
         entry_point(types.void(types.int64), run),
@@ -89,8 +121,9 @@ def attention_code(dtype: torch.dtype) -> AttentionCode:
 
 
 @lru_cache(maxsize=64)
-def _scale_bits(scale: float) -> int:
-    return float_bits(scale * math.log2(math.e))
+def _base_2_bits(factor: float) -> int:
+    """The bits of a factor of scores or of a bound on them, for scores in base 2."""
+    return float_bits(factor * math.log2(math.e))
 
 
 class _Call(NamedTuple):
@@ -100,6 +133,14 @@ class _Call(NamedTuple):
     counters: npt.NDArray[np.int64]
     workspace: Tensor
     num_threads: int
+
+
+def _scale_strides(scales: Tensor | None) -> tuple[int, int, int]:
+    """Place of the address, and bytes from one block and head to the next, of one side's scales."""
+    if scales is None:
+        return 0, 0, 0
+    block_stride, head_stride, _ = scales.stride()
+    return 0, block_stride * _FLOAT_BYTES, head_stride * _FLOAT_BYTES
 
 
 class CompiledAttention:
@@ -112,6 +153,8 @@ class CompiledAttention:
         self,
         key_cache: Tensor,
         value_cache: Tensor,
+        key_scales: Tensor | None,
+        value_scales: Tensor | None,
         *,
         block_tables: Int32Array,
         query_starts: Int32Array,
@@ -120,8 +163,10 @@ class CompiledAttention:
         """Take over checked arguments; see `kvwatch_kernels.paged_attention.AttentionBatch`.
 
         Args:
-            key_cache: T[num_blocks, num_kv_heads, block_size, head_dim], CPU, last dim contiguous: of any layer.
+            key_cache: C[num_blocks, num_kv_heads, block_size, head_dim], CPU, last dim contiguous: of any layer.
             value_cache: same shape and dtype as `key_cache`; strides may differ.
+            key_scales: f32[num_blocks, num_kv_heads, block_size], last dim contiguous; none unless C is quantised.
+            value_scales: likewise.
             block_tables: i32[num_seqs, max_blocks], contiguous.
             query_starts: i32[num_seqs + 1], contiguous.
             context_lens: i32[num_seqs], contiguous.
@@ -131,11 +176,12 @@ class CompiledAttention:
         size = key_cache.element_size()
         self._key_strides = tuple(size * stride for stride in key_cache.stride()[:3])
         self._value_strides = tuple(size * stride for stride in value_cache.stride()[:3])
+        self._scale_strides = (*_scale_strides(key_scales), *_scale_strides(value_scales))
         self._element_bytes = size
         self._block_tables = block_tables
         self._query_starts = query_starts
         self._context_lens = context_lens
-        self._calls: dict[tuple[int, int, int | None, int], _Call] = {}
+        self._calls: dict[tuple[int, int, int, int | None, int], _Call] = {}
 
     def attend(
         self,
@@ -145,6 +191,10 @@ class CompiledAttention:
         *,
         scale: float,
         sliding_window: int | None,
+        soft_cap: float | None,
+        alibi_slopes: Tensor | None,
+        key_scales: Tensor | None,
+        value_scales: Tensor | None,
         out: Tensor,
     ) -> None:
         """Run the compiled attention on checked arguments.
@@ -155,6 +205,10 @@ class CompiledAttention:
             value_cache: likewise.
             scale: factor of the scores.
             sliding_window: tokens that a query sees, itself included; None for all.
+            soft_cap: bound of the scores, or none.
+            alibi_slopes: f32[num_heads], contiguous, or none.
+            key_scales: like the constructor's.
+            value_scales: likewise.
             out: T[num_tokens, num_heads, head_dim], last dim contiguous; written.
 
         Raises:
@@ -162,7 +216,7 @@ class CompiledAttention:
                 (`out` is then undefined).
         """
         num_tokens, num_heads, _ = query.shape
-        key = (num_tokens, num_heads, sliding_window, torch.get_num_threads())
+        key = (num_tokens, num_heads, query.element_size(), sliding_window, torch.get_num_threads())
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = self._prepare(*key)
@@ -170,13 +224,19 @@ class CompiledAttention:
         params[QUERY], params[QUERY_TOKEN_STRIDE], params[QUERY_HEAD_STRIDE] = query.data_ptr(), *query.stride()[:2]
         params[OUT], params[OUT_TOKEN_STRIDE], params[OUT_HEAD_STRIDE] = out.data_ptr(), *out.stride()[:2]
         params[KEY_CACHE], params[VALUE_CACHE] = key_cache.data_ptr(), value_cache.data_ptr()
-        params[SCALE] = _scale_bits(scale)
+        params[SCALE] = _base_2_bits(scale)
+        params[SOFT_CAP] = 0 if soft_cap is None else _base_2_bits(soft_cap)
+        params[ALIBI_SLOPES] = 0 if alibi_slopes is None else alibi_slopes.data_ptr()
+        if key_scales is not None and value_scales is not None:
+            params[KEY_SCALES], params[VALUE_SCALES] = key_scales.data_ptr(), value_scales.data_ptr()
         call.counters.fill(0)
         launcher()(self._code.run, params.buffer_info()[0], call.num_threads)
         if params[FAULT]:
             self._raise_fault(params, num_tokens)
 
-    def _prepare(self, num_tokens: int, num_heads: int, sliding_window: int | None, num_threads: int) -> _Call:
+    def _prepare(
+        self, num_tokens: int, num_heads: int, query_bytes: int, sliding_window: int | None, num_threads: int
+    ) -> _Call:
         """Lay out everything but the addresses of a layer's tensors, and check the lengths."""
         num_blocks, num_kv_heads, block_size, head_dim = self._cache_shape
         num_seqs, max_blocks = self._block_tables.shape
@@ -192,12 +252,13 @@ class CompiledAttention:
                 *(0, 0, 0),
                 *(0, *self._key_strides),
                 *(0, *self._value_strides),
+                *self._scale_strides,
                 *(self._block_tables.ctypes.data, max_blocks),
                 *(self._query_starts.ctypes.data, self._context_lens.ctypes.data),
                 *(num_seqs, num_tokens, num_blocks, num_kv_heads, group_size, head_dim),
-                *(self._element_bytes, block_size),
+                *(self._element_bytes, query_bytes, block_size),
                 _NO_WINDOW if sliding_window is None else sliding_window,
-                0,
+                *(0, 0, 0),
                 counters.ctypes.data,
                 *(0, 0),
                 *(thread_bytes, tile_rows),

@@ -121,7 +121,7 @@ def run_items(params: Pointer, like: Pointer) -> None:
 
     Args:
         params: see `fields.py`.
-        like: pointer of the dtype of queries, cache and outputs; only its type is used.
+        like: pointer of the cache's kind of element; only its type is used.
     """
     padded = padded_head_dim(read(params, HEAD_DIM))
     thread = fetch_add(i64_at(read(params, COUNTERS)), THREAD_COUNTER)

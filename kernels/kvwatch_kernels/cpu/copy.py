@@ -1,4 +1,4 @@
-"""Compiled `block_copy`: one memory copy a block."""
+"""Compiled copies of whole blocks, within a cache or between two: one memory copy a block."""
 
 from array import array
 from functools import cache
@@ -12,18 +12,28 @@ from kvwatch_kernels.cpu.threads import call_on_threads
 from kvwatch_kernels.dims import Int64Array
 
 # Places in the argument array.
-_NEXT_ITEM, _NUM_COPIES, _CACHE, _STRIDE_BYTES, _BLOCK_BYTES, _SOURCES, _DESTINATIONS = range(7)
+(
+    _NEXT_ITEM,  # taken by the threads
+    _NUM_COPIES,
+    _BLOCK_BYTES,
+    _SOURCE,  # address of the tensor that is read, bytes from one of its blocks to the next, address of its block ids
+    _SOURCE_STRIDE,
+    _SOURCE_BLOCKS,
+    _TARGET,  # the same of the tensor that is written
+    _TARGET_STRIDE,
+    _TARGET_BLOCKS,
+) = range(9)
 
 
 @inlined
 def copy_blocks(params: Pointer) -> None:
     """What every thread does: copy blocks until none is left."""
-    base, stride = read(params, _CACHE), read(params, _STRIDE_BYTES)
-    sources, destinations = i64_at(read(params, _SOURCES)), i64_at(read(params, _DESTINATIONS))
+    source_blocks, target_blocks = i64_at(read(params, _SOURCE_BLOCKS)), i64_at(read(params, _TARGET_BLOCKS))
     item = fetch_add(params, _NEXT_ITEM)
     while item < read(params, _NUM_COPIES):
-        source = base + read(sources, item) * stride
-        copy_bytes(base + read(destinations, item) * stride, source, read(params, _BLOCK_BYTES))
+        source = read(params, _SOURCE) + read(source_blocks, item) * read(params, _SOURCE_STRIDE)
+        target = read(params, _TARGET) + read(target_blocks, item) * read(params, _TARGET_STRIDE)
+        copy_bytes(target, source, read(params, _BLOCK_BYTES))
         item = fetch_add(params, _NEXT_ITEM)
 
 
@@ -39,16 +49,19 @@ def copy_code() -> int:
     return entry_point(types.void(types.int64), run_copy)
 
 
-def compiled_block_copy(cache: Tensor, sources: Int64Array, destinations: Int64Array) -> None:
-    """Run the compiled copy on checked arguments; see `kvwatch_kernels.block_copy`.
+def compiled_block_copy(source: Tensor, source_blocks: Int64Array, target: Tensor, target_blocks: Int64Array) -> None:
+    """Copy block `source_blocks[i]` of one tensor over block `target_blocks[i]` of another, or of the same.
 
     Args:
-        cache: T[num_blocks, ...], CPU, each block contiguous.
-        sources: i64[num_copies], contiguous; blocks of the cache.
-        destinations: i64[num_copies], contiguous; blocks of the cache, disjoint from each other and from the sources.
+        source: T[num_blocks, ...], CPU, each block contiguous.
+        source_blocks: i64[num_copies], contiguous; blocks of the source.
+        target: T[num_blocks, ...], likewise; blocks of the same size. Written.
+        target_blocks: i64[num_copies], contiguous; blocks of the target, none twice, and none that is also read.
     """
-    size = cache.element_size()
-    block_bytes = cache[0].numel() * size
-    numbers = (cache.data_ptr(), cache.stride(0) * size, block_bytes, sources.ctypes.data, destinations.ctypes.data)
-    params = array("q", (0, len(sources), *numbers))
-    call_on_threads(copy_code(), params, len(sources))
+    size = source.element_size()
+    arguments = (
+        *(0, len(source_blocks), source[0].numel() * size),
+        *(source.data_ptr(), source.stride(0) * size, source_blocks.ctypes.data),
+        *(target.data_ptr(), target.stride(0) * size, target_blocks.ctypes.data),
+    )
+    call_on_threads(copy_code(), array("q", arguments), len(source_blocks))

@@ -19,6 +19,12 @@ Addresses are in bytes, strides in elements unless the name says otherwise.
     VALUE_BLOCK_BYTES,
     VALUE_HEAD_BYTES,
     VALUE_TOKEN_BYTES,
+    KEY_SCALES,  # address of f32[num_blocks, num_kv_heads, block_size]; 0 where the cache is not quantised
+    KEY_SCALES_BLOCK_BYTES,  # bytes from one block, head to the next
+    KEY_SCALES_HEAD_BYTES,
+    VALUE_SCALES,  # the same three for values
+    VALUE_SCALES_BLOCK_BYTES,
+    VALUE_SCALES_HEAD_BYTES,
     BLOCK_TABLES,  # address of i32[num_seqs, max_blocks]
     MAX_BLOCKS,
     QUERY_STARTS,  # address of i32[num_seqs + 1]
@@ -29,10 +35,13 @@ Addresses are in bytes, strides in elements unless the name says otherwise.
     NUM_KV_HEADS,
     GROUP_SIZE,  # query heads that share a KV head
     HEAD_DIM,
-    ELEMENT_BYTES,
+    ELEMENT_BYTES,  # of the cache
+    QUERY_BYTES,  # of an element of queries and outputs: 4 for float32, 2 for bfloat16
     BLOCK_SIZE,
     WINDOW,  # tokens seen, itself included; more than any context where there is no window
     SCALE,  # the bits of a float32: scale * log2(e)
+    SOFT_CAP,  # the bits of a float32: soft cap * log2(e); 0 for none
+    ALIBI_SLOPES,  # address of f32[num_heads]; 0 for none
     COUNTERS,  # address of i64[2 + num_seqs * num_kv_heads], zero at the start
     PARTIALS,  # address of f32[partial rows, PARTIAL_HEADER + padded head dim]
     SCRATCH,  # address of the threads' scratch, 64-byte aligned
@@ -41,7 +50,7 @@ Addresses are in bytes, strides in elements unless the name says otherwise.
     FAULT,  # out: 0, or what was found wrong
     FAULT_VALUE,  # out: the offending value
     NUM_FIELDS,
-) = range(36)
+) = range(45)
 
 FAULT_QUERY_STARTS, FAULT_CONTEXT_LEN, FAULT_BLOCK_ID = 1, 2, 3
 

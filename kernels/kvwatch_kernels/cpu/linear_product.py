@@ -14,7 +14,8 @@ from numba.core import cgutils, types
 from numba.core.typing.templates import signature
 
 from kvwatch_kernels.cpu.compiled import subroutine
-from kvwatch_kernels.cpu.memory import F32_POINTER, I32_POINTER, Pointer, prefetch
+from kvwatch_kernels.cpu.elements import F32_POINTER, I32_POINTER
+from kvwatch_kernels.cpu.memory import Pointer, prefetch
 from kvwatch_kernels.cpu.vectors import F32_LANES, I32_LANES, I64, LANES, Emitter, broadcast, emitted, emitted_for, fma
 
 PANEL = 2 * LANES

@@ -1,7 +1,7 @@
 """Typed pointers inside compiled code: loads, stores, prefetches, copies and the one atomic operation.
 
-A pointer's type carries the dtype of the memory: `float32`, or `uint16` for bfloat16, which is widened as it is loaded
-(see `bf16.py`). Addresses and offsets are 64-bit. Nothing here checks bounds: callers do.
+A pointer's type carries the kind of element in memory (see `elements.py`); loads give float32, stores take it.
+Addresses and offsets are 64-bit. Nothing here checks bounds: callers do.
 """
 
 from typing import Any, TypeAlias
@@ -10,34 +10,35 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.typing.templates import signature
 
-from kvwatch_kernels.cpu.bf16 import narrow_to_bf16, widen_bf16
+from kvwatch_kernels.cpu.elements import (
+    BF16_POINTER,
+    E4M3_POINTER,
+    E5M2_POINTER,
+    ELEMENT_POINTERS,
+    ELEMENTS,
+    F32_POINTER,
+    FLOAT_POINTERS,
+    I32_POINTER,
+    I64_POINTER,
+    INT8_POINTER,
+    INTEGER_POINTERS,
+)
+from kvwatch_kernels.cpu.quantised import I8
 from kvwatch_kernels.cpu.vectors import F32, F32_LANES, I1, I16, I32, I64, LANES, VECTOR, emitted, emitted_for, lanes_of
 
 Pointer: TypeAlias = int
 """A pointer inside compiled code; its Numba type knows the element type."""
 
-_CPointer = types.CPointer  # type: ignore[attr-defined]  # numba's stub lacks it
-F32_POINTER = _CPointer(types.float32)
-BF16_POINTER = _CPointer(types.uint16)
-I32_POINTER = _CPointer(types.int32)
-I64_POINTER = _CPointer(types.int64)
-_POINTERS = (F32_POINTER, BF16_POINTER, I32_POINTER, I64_POINTER)
-_FLOATS = (F32_POINTER, BF16_POINTER)
+_READABLE = (F32_POINTER, *INTEGER_POINTERS)
 
 _BYTES = ir.IntType(8).as_pointer()
 
 
-def emit_gather(builder: ir.IRBuilder, pointers: list[ir.Value], pointer_type: Any) -> ir.Value:
-    """Emit one vector of the elements at several pointers, equally many from each, as float32 lanes."""
-    element = F32 if pointer_type == F32_POINTER else I16
-    piece = ir.VectorType(element, LANES // len(pointers)).as_pointer()
-    align = 4 if pointer_type == F32_POINTER else 2
-    parts = [builder.load(builder.bitcast(pointer, piece), align=align) for pointer in pointers]
-    while len(parts) > 1:
-        count = 2 * parts[0].type.count
-        order = ir.Constant(ir.VectorType(I32, count), list(range(count)))
-        parts = [builder.shuffle_vector(*parts[first : first + 2], order) for first in range(0, len(parts), 2)]
-    return parts[0] if pointer_type == F32_POINTER else widen_bf16(builder, parts[0])
+def emit_load(builder: ir.IRBuilder, pointer: ir.Value, pointer_type: Any) -> ir.Value:
+    """Emit sixteen consecutive elements as float32 lanes."""
+    element = ELEMENTS[pointer_type]
+    lanes_type = ir.VectorType(element.memory_type, LANES).as_pointer()
+    return element.widen(builder, builder.load(builder.bitcast(pointer, lanes_type), align=element.num_bytes))
 
 
 @emitted(F32_POINTER, types.int64)
@@ -52,6 +53,24 @@ def bf16_at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.inttoptr(address, I16.as_pointer())
 
 
+@emitted(INT8_POINTER, types.int64)
+def int8_at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Pointer to int8 elements at an address."""
+    return builder.inttoptr(address, I8.as_pointer())
+
+
+@emitted(E4M3_POINTER, types.int64)
+def e4m3_at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Pointer to e4m3 elements at an address."""
+    return builder.inttoptr(address, I8.as_pointer())
+
+
+@emitted(E5M2_POINTER, types.int64)
+def e5m2_at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Pointer to e5m2 elements at an address."""
+    return builder.inttoptr(address, I8.as_pointer())
+
+
 @emitted(I32_POINTER, types.int64)
 def i32_at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Pointer to int32 at an address."""
@@ -64,82 +83,91 @@ def i64_at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.inttoptr(address, I64.as_pointer())
 
 
-@emitted_for(*(signature(pointer, pointer, types.int64) for pointer in _FLOATS))
+@emitted_for(*(signature(pointer, pointer, types.int64) for pointer in ELEMENT_POINTERS))
 def pointer_like(builder: ir.IRBuilder, _sig: Any, like: ir.Value, address: ir.Value) -> ir.Value:
     """`pointer_like(pointer, address)`: a pointer of the same type to another address."""
     return builder.inttoptr(address, like.type)
 
 
-@emitted_for(*(signature(pointer, pointer, types.int64) for pointer in _POINTERS))
+@emitted_for(*(signature(pointer, pointer, types.int64) for pointer in (*ELEMENT_POINTERS, *INTEGER_POINTERS)))
 def advance(builder: ir.IRBuilder, _sig: Any, pointer: ir.Value, elements: ir.Value) -> ir.Value:
     """`advance(pointer, n)`: the pointer moved by n elements."""
     return builder.gep(pointer, [elements])
 
 
-@emitted_for(*(signature(pointer.dtype, pointer, types.int64) for pointer in (F32_POINTER, I32_POINTER, I64_POINTER)))
+@emitted_for(*(signature(pointer.dtype, pointer, types.int64) for pointer in _READABLE))
 def read(builder: ir.IRBuilder, _sig: Any, pointer: ir.Value, index: ir.Value) -> ir.Value:
     """`read(pointer, i)`: element i."""
     return builder.load(builder.gep(pointer, [index]))
 
 
-@emitted_for(
-    *(signature(types.void, pointer, types.int64, pointer.dtype) for pointer in (F32_POINTER, I32_POINTER, I64_POINTER))
-)
+@emitted_for(*(signature(types.void, pointer, types.int64, pointer.dtype) for pointer in _READABLE))
 def write(builder: ir.IRBuilder, _sig: Any, pointer: ir.Value, index: ir.Value, value: ir.Value) -> None:
     """`write(pointer, i, value)`: set element i."""
     builder.store(value, builder.gep(pointer, [index]))
 
 
-@emitted_for(*(signature(types.float32, pointer, types.int64) for pointer in _FLOATS))
+@emitted_for(*(signature(types.float32, pointer, types.int64) for pointer in ELEMENT_POINTERS))
 def read_float(builder: ir.IRBuilder, sig: Any, pointer: ir.Value, index: ir.Value) -> ir.Value:
     """`read_float(pointer, i)`: element i as float32."""
-    element = builder.load(builder.gep(pointer, [index]))
-    return element if sig.args[0] == F32_POINTER else widen_bf16(builder, element)
+    return ELEMENTS[sig.args[0]].widen(builder, builder.load(builder.gep(pointer, [index])))
 
 
-@emitted_for(*(signature(VECTOR, pointer) for pointer in _FLOATS))
+@emitted_for(*(signature(VECTOR, pointer) for pointer in ELEMENT_POINTERS))
 def load(builder: ir.IRBuilder, sig: Any, pointer: ir.Value) -> ir.Value:
     """`load(pointer)`: sixteen consecutive elements as float32 lanes."""
-    return emit_gather(builder, [pointer], sig.args[0])
+    return emit_load(builder, pointer, sig.args[0])
 
 
-@emitted_for(*(signature(types.void, pointer, VECTOR) for pointer in _FLOATS))
+@emitted_for(*(signature(types.void, pointer, VECTOR) for pointer in ELEMENT_POINTERS))
 def store(builder: ir.IRBuilder, sig: Any, pointer: ir.Value, lanes: ir.Value) -> None:
-    """`store(pointer, lanes)`: write sixteen elements, rounded to the pointer's dtype."""
-    is_f32 = sig.args[0] == F32_POINTER
-    values = lanes if is_f32 else narrow_to_bf16(builder, lanes)
-    builder.store(values, builder.bitcast(pointer, values.type.as_pointer()), align=4 if is_f32 else 2)
+    """`store(pointer, lanes)`: write sixteen elements, rounded to the pointer's kind of element."""
+    element = ELEMENTS[sig.args[0]]
+    values = element.narrow(builder, lanes)
+    builder.store(values, builder.bitcast(pointer, values.type.as_pointer()), align=element.num_bytes)
 
 
-@emitted_for(*(signature(VECTOR, pointer, VECTOR) for pointer in _FLOATS))
+@emitted_for(*(signature(VECTOR, pointer, VECTOR) for pointer in FLOAT_POINTERS))
 def rounded_like(builder: ir.IRBuilder, sig: Any, _like: ir.Value, lanes: ir.Value) -> ir.Value:
     """`rounded_like(pointer, lanes)`: what a store through a pointer of this type and a load would give back."""
-    return lanes if sig.args[0] == F32_POINTER else widen_bf16(builder, narrow_to_bf16(builder, lanes))
+    element = ELEMENTS[sig.args[0]]
+    return element.widen(builder, element.narrow(builder, lanes))
 
 
-@emitted_for(*(signature(VECTOR, pointer, types.int64) for pointer in _FLOATS))
+@emitted_for(*(signature(VECTOR, pointer, types.int64) for pointer in ELEMENT_POINTERS))
 def load_some(builder: ir.IRBuilder, sig: Any, pointer: ir.Value, count: ir.Value) -> ir.Value:
     """`load_some(pointer, n)`: the first n (0 to 16) elements, other lanes zero; reads nothing beyond them."""
     lanes = cgutils.alloca_once(builder, F32_LANES)
     builder.store(lanes_of(0.0), lanes)
-    as_elements = builder.bitcast(lanes, F32.as_pointer())
+    as_floats = builder.bitcast(lanes, F32.as_pointer())
     with cgutils.for_range(builder, count) as loop:
-        element = builder.load(builder.gep(pointer, [loop.index]))
-        value = element if sig.args[0] == F32_POINTER else widen_bf16(builder, element)
-        builder.store(value, builder.gep(as_elements, [loop.index]))
+        value = ELEMENTS[sig.args[0]].widen(builder, builder.load(builder.gep(pointer, [loop.index])))
+        builder.store(value, builder.gep(as_floats, [loop.index]))
     return builder.load(lanes)
 
 
-@emitted_for(*(signature(types.void, pointer, types.int64, VECTOR) for pointer in _FLOATS))
+@emitted_for(*(signature(types.void, pointer, types.int64, VECTOR) for pointer in ELEMENT_POINTERS))
 def store_some(builder: ir.IRBuilder, sig: Any, pointer: ir.Value, count: ir.Value, lanes: ir.Value) -> None:
     """`store_some(pointer, n, lanes)`: write the first n (0 to 16) lanes and nothing beyond them."""
-    values = lanes if sig.args[0] == F32_POINTER else narrow_to_bf16(builder, lanes)
+    values = ELEMENTS[sig.args[0]].narrow(builder, lanes)
     copy = cgutils.alloca_once(builder, values.type)
     builder.store(values, copy)
     as_elements = builder.bitcast(copy, values.type.element.as_pointer())
     with cgutils.for_range(builder, count) as loop:
         element = builder.load(builder.gep(as_elements, [loop.index]))
         builder.store(element, builder.gep(pointer, [loop.index]))
+
+
+@emitted_for(*(signature(types.float32, pointer) for pointer in ELEMENT_POINTERS))
+def unit_of(_builder: ir.IRBuilder, sig: Any, _like: ir.Value) -> ir.Value:
+    """`unit_of(pointer)`: what an element of this kind that is read as 1.0 stands for."""
+    return ir.Constant(F32, ELEMENTS[sig.args[0]].unit)
+
+
+@emitted_for(*(signature(types.float32, pointer) for pointer in ELEMENT_POINTERS))
+def limit_of(_builder: ir.IRBuilder, sig: Any, _like: ir.Value) -> ir.Value:
+    """`limit_of(pointer)`: the largest finite number of a quantised kind of element, 0 for others."""
+    return ir.Constant(F32, ELEMENTS[sig.args[0]].limit)
 
 
 @emitted(types.void, types.int64)

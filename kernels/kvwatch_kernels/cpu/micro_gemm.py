@@ -12,7 +12,8 @@ from numba.core import cgutils, types
 from numba.core.typing.templates import signature
 
 from kvwatch_kernels.cpu.compiled import subroutine
-from kvwatch_kernels.cpu.memory import BF16_POINTER, F32_POINTER, I64_POINTER, Pointer, emit_gather
+from kvwatch_kernels.cpu.elements import ELEMENT_POINTERS, F32_POINTER, I64_POINTER
+from kvwatch_kernels.cpu.memory import Pointer, emit_load
 from kvwatch_kernels.cpu.vectors import F32_LANES, I64, LANES, Emitter, broadcast, emitted, emitted_for, fma, lanes_of
 
 TILE = 4 * LANES
@@ -80,7 +81,7 @@ def _rows_at(builder: ir.IRBuilder, addresses: ir.Value, offset: ir.Value, like:
     def load_b(depth: ir.Value, index: int) -> ir.Value:
         address = builder.load(builder.gep(addresses, [depth]))
         row = builder.gep(builder.inttoptr(address, like.type), [offset])
-        return emit_gather(builder, [builder.gep(row, [ir.Constant(I64, index * LANES)])], like_type)
+        return emit_load(builder, builder.gep(row, [ir.Constant(I64, index * LANES)]), like_type)
 
     return load_b
 
@@ -118,7 +119,7 @@ def _product_in_place(rows: int) -> Emitter:
             *(F32_POINTER, types.int64, like, I64_POINTER, types.int64),
             *(types.int64, F32_POINTER, types.int64, F32_POINTER),
         )
-        for like in (F32_POINTER, BF16_POINTER)
+        for like in ELEMENT_POINTERS
     ]
     return emitted_for(*cases)(product)
 

@@ -13,6 +13,7 @@ from numba.core import types
 from numba.core.typing.templates import signature
 
 from kvwatch_kernels.cpu.compiled import subroutine
+from kvwatch_kernels.cpu.elements import ELEMENT_POINTERS, ELEMENTS, F32_POINTER, I64_POINTER
 from kvwatch_kernels.cpu.fields import (
     BLOCK_SIZE,
     FAULT,
@@ -21,20 +22,22 @@ from kvwatch_kernels.cpu.fields import (
     KEY_BLOCK_BYTES,
     KEY_CACHE,
     KEY_HEAD_BYTES,
+    KEY_SCALES,
+    KEY_SCALES_BLOCK_BYTES,
+    KEY_SCALES_HEAD_BYTES,
     KEY_TOKEN_BYTES,
     NUM_BLOCKS,
     VALUE_BLOCK_BYTES,
     VALUE_CACHE,
     VALUE_HEAD_BYTES,
+    VALUE_SCALES,
     VALUE_TOKEN_BYTES,
 )
+from kvwatch_kernels.cpu.items import QueryTile
 from kvwatch_kernels.cpu.memory import (
-    BF16_POINTER,
-    F32_POINTER,
-    I64_POINTER,
     Pointer,
     advance,
-    emit_gather,
+    f32_at,
     load,
     load_some,
     pointer_like,
@@ -42,13 +45,16 @@ from kvwatch_kernels.cpu.memory import (
     read,
     read_float,
     store,
+    unit_of,
     write,
 )
 from kvwatch_kernels.cpu.micro_gemm import TILE
-from kvwatch_kernels.cpu.vectors import F32_LANES, I32_LANES, I64, LANES, emitted_for
+from kvwatch_kernels.cpu.vectors import F32_LANES, I32, I32_LANES, I64, LANES, Vector, emitted_for, splat
 
 CACHE_LINE_BYTES = 64
-CACHE_POINTERS = (F32_POINTER, BF16_POINTER)
+_FLOAT_BYTES = 4
+_DWORD_BYTES, _DWORDS = 4, 4
+"""What is transposed are units of 32 bits, four of a row at a time: one float32, two bfloat16 or four bytes each."""
 
 
 def _transpose_quads(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
@@ -70,7 +76,18 @@ def _store_column(builder: ir.IRBuilder, column: ir.Value, target: ir.Value, ind
     builder.store(column, builder.bitcast(place, F32_LANES.as_pointer()), align=4)
 
 
-@emitted_for(*(signature(types.void, cache, I64_POINTER, types.int64, F32_POINTER) for cache in CACHE_POINTERS))
+def _dwords_of_rows(builder: ir.IRBuilder, pointers: list[ir.Value], num_bytes: int) -> ir.Value:
+    """Emit four units of 32 bits from each of four pointers, side by side; `num_bytes` is the elements' alignment."""
+    piece = ir.VectorType(I32, _DWORDS).as_pointer()
+    parts = [builder.load(builder.bitcast(pointer, piece), align=num_bytes) for pointer in pointers]
+    while len(parts) > 1:
+        count = 2 * parts[0].type.count
+        order = ir.Constant(ir.VectorType(I32, count), list(range(count)))
+        parts = [builder.shuffle_vector(*parts[first : first + 2], order) for first in range(0, len(parts), 2)]
+    return parts[0]
+
+
+@emitted_for(*(signature(types.void, like, I64_POINTER, types.int64, F32_POINTER) for like in ELEMENT_POINTERS))
 def load_transposed(
     builder: ir.IRBuilder, sig: Any, like: ir.Value, addresses: ir.Value, offset: ir.Value, target: ir.Value
 ) -> None:
@@ -80,18 +97,22 @@ def load_transposed(
     `like`'s type; row d of `target`, `TILE` floats after row d - 1, receives element `offset + d` of every row.
     """
     builder.function.attributes.add("noinline")  # once is enough: it is long
+    element = ELEMENTS[sig.args[0]]
+    per_dword = _DWORD_BYTES // element.num_bytes
     rows = []
     for row in range(LANES):
         address = builder.load(builder.gep(addresses, [ir.Constant(I64, row)]))
         rows.append(builder.gep(builder.inttoptr(address, like.type), [offset]))
     # Rows r, r + 4, r + 8, r + 12 meet in one vector as they are loaded, which is cheaper than shuffling them together.
-    for quad in range(0, LANES, 4):
+    for start in range(0, LANES, _DWORDS * per_dword):
         quads = []
         for first in range(4):
-            pieces = [builder.gep(rows[row], [ir.Constant(I64, quad)]) for row in range(first, LANES, 4)]
-            quads.append(emit_gather(builder, pieces, sig.args[0]))
-        for index, column in enumerate(_transpose_quads(builder, quads)):
-            _store_column(builder, column, target, quad + index)
+            pieces = [builder.gep(rows[row], [ir.Constant(I64, start)]) for row in range(first, LANES, 4)]
+            quads.append(_dwords_of_rows(builder, pieces, element.num_bytes))
+        for index, dwords in enumerate(_transpose_quads(builder, quads)):
+            for place in range(per_dword):
+                column = element.element_of_dword(builder, dwords, place)
+                _store_column(builder, column, target, start + index * per_dword + place)
 
 
 @subroutine
@@ -121,9 +142,13 @@ def locate_rows(params: Pointer, table: Pointer, head: int, first: int, end: int
     row = 0
     while row < count:
         block = block_at(params, table, index)
+        run = min(block_size - offset, count - row)
+        if read(params, KEY_SCALES) != 0:
+            prefetch_run(scale_address(params, KEY_SCALES, block, head, offset), run)
+            prefetch_run(scale_address(params, VALUE_SCALES, block, head, offset), run)
         key = key_base + block * key_block + offset * key_token
         value = value_base + block * value_block + offset * value_token
-        for _ in range(min(block_size - offset, count - row)):
+        for _ in range(run):
             write(rows, row, key)
             write(rows, TILE + row, value)
             key += key_token
@@ -133,6 +158,61 @@ def locate_rows(params: Pointer, table: Pointer, head: int, first: int, end: int
         index += 1
     for padding in range(row, -(-count // LANES) * LANES):
         write(rows, padding, read(rows, count - 1))
+
+
+@subroutine
+def scale_address(params: Pointer, side: int, block: int, head: int, offset: int) -> int:
+    """Address of the scale of a token's head; `side` is KEY_SCALES or VALUE_SCALES."""
+    block_place = block * read(params, side + KEY_SCALES_BLOCK_BYTES - KEY_SCALES)
+    head_place = head * read(params, side + KEY_SCALES_HEAD_BYTES - KEY_SCALES)
+    address: int = read(params, side) + block_place + head_place + offset * _FLOAT_BYTES
+    return address
+
+
+@subroutine
+def prefetch_run(address: int, count: int) -> None:
+    """Ask for the cache lines of `count` float32 from `address` on."""
+    for offset in range(0, count * _FLOAT_BYTES, CACHE_LINE_BYTES):
+        prefetch(address + offset)
+
+
+@subroutine
+def load_scales(params: Pointer, like: Pointer, tile: QueryTile, first: int, count: int, scales: Pointer) -> None:
+    """Copy the scales of a tile's tokens, times the unit in which their elements are read.
+
+    Args:
+        params: see `fields.py`.
+        like: pointer of the cache's kind of element; only its type is used.
+        tile: whose head and block table.
+        first: the tile's first token position.
+        count: tokens of the tile that are visible to any query.
+        scales: f32[2, TILE + LANES], of keys, then of values; overwritten.
+    """
+    unit = splat(unit_of(like))
+    block_size = read(params, BLOCK_SIZE)
+    index = first // block_size
+    offset = first - index * block_size
+    row = 0
+    while row < count:
+        block = block_at(params, tile.table, index)
+        run = min(block_size - offset, count - row)
+        keys = f32_at(scale_address(params, KEY_SCALES, block, tile.head, offset))
+        values = f32_at(scale_address(params, VALUE_SCALES, block, tile.head, offset))
+        copy_scales(keys, run, unit, advance(scales, row))
+        copy_scales(values, run, unit, advance(scales, TILE + LANES + row))
+        row += run
+        offset = 0
+        index += 1
+
+
+@subroutine
+def copy_scales(source: Pointer, count: int, unit: Vector, target: Pointer) -> None:
+    """Copy `count` float32, each times `unit`; up to a vector beyond them is written."""
+    whole = count // LANES * LANES
+    for offset in range(0, whole, LANES):
+        store(advance(target, offset), load(advance(source, offset)) * unit)
+    if whole < count:
+        store(advance(target, whole), load_some(advance(source, whole), count - whole) * unit)
 
 
 @subroutine

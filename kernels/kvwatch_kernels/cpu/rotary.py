@@ -1,4 +1,7 @@
-"""Compiled rotary embedding: queries turn in place, keys on their way into the cache, values go there as they are."""
+"""Compiled rotary embedding: queries turn in place, keys on their way into the cache, values go there as they are.
+
+For a quantised cache keys turn in place too, and the compiled store takes them and the values from there.
+"""
 
 from functools import cache, lru_cache
 
@@ -24,6 +27,7 @@ from kvwatch_kernels.cpu.memory import (
 )
 from kvwatch_kernels.cpu.rms_norm import inverse_rms
 from kvwatch_kernels.cpu.rows import FIRST_ARGUMENT, call_on_rows, float_bits, take_rows
+from kvwatch_kernels.cpu.store import compiled_kv_store
 from kvwatch_kernels.cpu.vectors import LANES, float_of_bits, fma, splat
 from kvwatch_kernels.dims import Int64Array
 
@@ -41,7 +45,7 @@ from kvwatch_kernels.dims import Int64Array
     _SINE,
     _NORM,  # address of the norm weights [num_heads + num_kv_heads, head_dim], contiguous; 0 for none
     _EPS,  # the bits of a float32
-    _KEY_CACHE,  # address; then the strides of block, head, token in bytes
+    _KEY_CACHE,  # address, 0 where keys and values stay in qkv; then the strides of block, head, token in bytes
     _KEY_BLOCK,
     _KEY_HEAD,
     _KEY_TOKEN,
@@ -102,6 +106,7 @@ def prepare_token(params: Pointer, like: Pointer, token: int) -> None:
     slot = read(i64_at(read(params, _SLOTS)), token)
     block = slot // read(params, _BLOCK_SIZE)
     offset = slot - block * read(params, _BLOCK_SIZE)
+    is_stored = read(params, _KEY_CACHE) != 0
     # Keys of a token without a slot are of no use to anybody.
     for head in range(num_heads + num_kv_heads if slot >= 0 else num_heads):
         source = pointer_like(like, heads + head * head_bytes)
@@ -109,12 +114,12 @@ def prepare_token(params: Pointer, like: Pointer, token: int) -> None:
             weight = pointer_like(like, read(params, _NORM) + head * row_bytes)
             normalise_head(source, weight, head_dim, eps)
         target = source
-        if head >= num_heads:
+        if head >= num_heads and is_stored:
             place = block * read(params, _KEY_BLOCK) + offset * read(params, _KEY_TOKEN)
             place += (head - num_heads) * read(params, _KEY_HEAD)
             target = pointer_like(like, read(params, _KEY_CACHE) + place)
         rotate_head(source, cosine, sine, half, target)
-    if slot >= 0:
+    if slot >= 0 and is_stored:
         place = read(params, _VALUE_CACHE) + block * read(params, _VALUE_BLOCK) + offset * read(params, _VALUE_TOKEN)
         values = heads + (num_heads + num_kv_heads) * head_bytes
         for head in range(num_kv_heads):
@@ -160,6 +165,8 @@ def compiled_rotate_and_store(
     *,
     norm_weight: Tensor | None,
     eps: float,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> None:
     """Run the compiled code on checked arguments; see `kvwatch_kernels.rotary`.
 
@@ -167,11 +174,13 @@ def compiled_rotate_and_store(
         qkv: T[num_tokens, num_heads + 2 * num_kv_heads, head_dim], CPU, last dim contiguous; changed.
         cosine: T[num_tokens, head_dim / 2], contiguous.
         sine: the same.
-        key_cache: T[num_blocks, num_kv_heads, block_size, head_dim], CPU, last dim contiguous; written.
+        key_cache: C[num_blocks, num_kv_heads, block_size, head_dim], CPU, last dim contiguous; written.
         value_cache: same shape and dtype.
         slots: i64[num_tokens], contiguous; every slot lies in the cache or is negative.
         norm_weight: T[num_heads + num_kv_heads, head_dim], contiguous; none for no norm.
         eps: added to the mean of squares.
+        key_scales: f32[num_blocks, num_kv_heads, block_size], last dim contiguous, of a quantised cache; written.
+        value_scales: likewise.
     """
     num_tokens, num_rows, head_dim = qkv.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
@@ -179,12 +188,23 @@ def compiled_rotate_and_store(
     qkv_token, qkv_head, _ = qkv.stride()
     key_block, key_head, key_token, _ = key_cache.stride()
     value_block, value_head, value_token, _ = value_cache.stride()
+    is_fused = key_scales is None
     arguments = (
         *(num_rows - 2 * num_kv_heads, num_kv_heads, head_dim, size, block_size, slots.ctypes.data),
         *(qkv.data_ptr(), qkv_token * size, qkv_head * size),
         *(cosine.data_ptr(), sine.data_ptr()),
         *(0 if norm_weight is None else norm_weight.data_ptr(), _eps_bits(eps)),
-        *(key_cache.data_ptr(), key_block * size, key_head * size, key_token * size),
-        *(value_cache.data_ptr(), value_block * size, value_head * size, value_token * size),
+        *(key_cache.data_ptr() if is_fused else 0, key_block * size, key_head * size, key_token * size),
+        *(value_cache.data_ptr() if is_fused else 0, value_block * size, value_head * size, value_token * size),
     )
     call_on_rows(rotary_code(qkv.dtype), num_tokens, num_rows * head_dim, arguments)
+    if not is_fused:
+        compiled_kv_store(
+            qkv[:, -2 * num_kv_heads : -num_kv_heads],
+            qkv[:, -num_kv_heads:],
+            key_cache,
+            value_cache,
+            slots,
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )

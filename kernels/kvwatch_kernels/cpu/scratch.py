@@ -12,6 +12,7 @@ from kvwatch_kernels.cpu.compiled import subroutine
 from kvwatch_kernels.cpu.items import CURSOR_FIELDS
 from kvwatch_kernels.cpu.memory import Pointer, f32_at, i64_at, write
 from kvwatch_kernels.cpu.micro_gemm import NARROW, TILE
+from kvwatch_kernels.cpu.vectors import LANES
 
 _ADDRESS_BYTES = 8
 _FLOAT_BYTES = 4
@@ -31,6 +32,8 @@ class Scratch(NamedTuple):
     """f32[padded, TILE]: the tile's keys, transposed."""
     values: Pointer
     """f32[TILE, padded]"""
+    scales: Pointer
+    """f32[2, TILE + LANES]: of the tile's keys, then of its values; the last vector of each is room to write beyond."""
     queries: Pointer
     """f32[rows, padded], scaled."""
     scores: Pointer
@@ -59,7 +62,7 @@ class Worker(NamedTuple):
     params: Pointer
     """The call's arguments; see `fields.py`."""
     like: Pointer
-    """Pointer of the dtype of queries, cache and outputs; only its type is used."""
+    """Pointer of the cache's kind of element; only its type is used."""
     padded: int
     """Padded head size."""
     scratch: Scratch
@@ -73,7 +76,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 def scratch_bytes(rows: int, padded: int) -> int:
     """Bytes of one thread's scratch, a multiple of 64. Must agree with `cut_scratch`."""
-    floats = 2 * TILE * padded + 3 * rows * padded + rows * TILE + 6 * rows
+    floats = 2 * TILE * padded + 2 * (TILE + LANES) + 3 * rows * padded + rows * TILE + 6 * rows
     return _INTEGER_BYTES + floats * _FLOAT_BYTES
 
 
@@ -85,7 +88,8 @@ def cut_scratch(base: int, rows: int, padded: int) -> Scratch:
         write(cursor, field, 0)
     keys = base + _INTEGER_BYTES
     values = keys + TILE * padded * _FLOAT_BYTES
-    queries = values + TILE * padded * _FLOAT_BYTES
+    scales = values + TILE * padded * _FLOAT_BYTES
+    queries = scales + 2 * (TILE + LANES) * _FLOAT_BYTES
     matrix = rows * padded * _FLOAT_BYTES
     sums = queries + matrix
     merged = sums + matrix
@@ -100,6 +104,7 @@ def cut_scratch(base: int, rows: int, padded: int) -> Scratch:
         cursor,
         f32_at(keys),
         f32_at(values),
+        f32_at(scales),
         f32_at(queries),
         f32_at(scores),
         f32_at(sums),

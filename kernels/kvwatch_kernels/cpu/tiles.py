@@ -4,23 +4,28 @@ import numpy as np
 
 from kvwatch_kernels.cpu.compiled import inlined, subroutine
 from kvwatch_kernels.cpu.fields import (
+    ALIBI_SLOPES,
     ELEMENT_BYTES,
     GROUP_SIZE,
     HEAD_DIM,
+    KEY_SCALES,
     OUT,
     OUT_HEAD_STRIDE,
     OUT_TOKEN_STRIDE,
     QUERY,
+    QUERY_BYTES,
     QUERY_HEAD_STRIDE,
     QUERY_TOKEN_STRIDE,
     SCALE,
+    SOFT_CAP,
 )
 from kvwatch_kernels.cpu.items import SPLIT, Item, QueryTile, first_visible, item_at, take_item
 from kvwatch_kernels.cpu.memory import (
     Pointer,
     advance,
+    bf16_at,
+    f32_at,
     load,
-    pointer_like,
     read,
     store,
     store_some,
@@ -36,7 +41,8 @@ from kvwatch_kernels.cpu.micro_gemm import (
     multiply_onto_narrow,
     multiply_onto_wide,
 )
-from kvwatch_kernels.cpu.packing import copy_row, locate_rows, pack_keys, pack_values, prefetch_rows
+from kvwatch_kernels.cpu.packing import copy_row, load_scales, locate_rows, pack_keys, pack_values, prefetch_rows
+from kvwatch_kernels.cpu.scores import bias_row, cap_row, multiply_row
 from kvwatch_kernels.cpu.scratch import Worker
 from kvwatch_kernels.cpu.softmax import softmax_row
 from kvwatch_kernels.cpu.vectors import LANES, float_of_bits, splat
@@ -62,12 +68,16 @@ def load_queries(worker: Worker, tile: QueryTile) -> None:
     """Bring the tile's queries into scratch as float32, times scale and log2(e)."""
     params, padded = worker.params, worker.padded
     scale = splat(float_of_bits(read(params, SCALE)))
-    base = pointer_like(worker.like, read(params, QUERY))
+    base, num_bytes = read(params, QUERY), read(params, QUERY_BYTES)
     token_stride, head_stride = read(params, QUERY_TOKEN_STRIDE), read(params, QUERY_HEAD_STRIDE)
     for row in range(tile.num_rows):
-        source = advance(base, head_row(tile, read(params, GROUP_SIZE), row, token_stride, head_stride))
+        place = head_row(tile, read(params, GROUP_SIZE), row, token_stride, head_stride)
+        source = base + place * num_bytes
         target = advance(worker.scratch.queries, row * padded)
-        copy_row(source, read(params, HEAD_DIM), padded, target)
+        if num_bytes == 4:
+            copy_row(f32_at(source), read(params, HEAD_DIM), padded, target)
+        else:
+            copy_row(bf16_at(source), read(params, HEAD_DIM), padded, target)
         for offset in range(0, padded, LANES):
             store(advance(target, offset), load(advance(target, offset)) * scale)
 
@@ -76,19 +86,27 @@ def load_queries(worker: Worker, tile: QueryTile) -> None:
 def store_outputs(worker: Worker, tile: QueryTile) -> None:
     """Divide each row's merged sums by its merged total and write it out; a row that saw nothing is zero."""
     params, scratch = worker.params, worker.scratch
-    head_dim = read(params, HEAD_DIM)
-    whole = head_dim // LANES * LANES
-    base = pointer_like(worker.like, read(params, OUT))
+    base, num_bytes = read(params, OUT), read(params, QUERY_BYTES)
     token_stride, head_stride = read(params, OUT_TOKEN_STRIDE), read(params, OUT_HEAD_STRIDE)
     for row in range(tile.num_rows):
-        target = advance(base, head_row(tile, read(params, GROUP_SIZE), row, token_stride, head_stride))
-        source = advance(scratch.merged_sums, row * worker.padded)
+        target = base + num_bytes * head_row(tile, read(params, GROUP_SIZE), row, token_stride, head_stride)
+        sums = advance(scratch.merged_sums, row * worker.padded)
         total = read(scratch.merged_total, row)
-        divisor = splat(total if total != np.float32(0.0) else np.float32(1.0))
-        for offset in range(0, whole, LANES):
-            store(advance(target, offset), load(advance(source, offset)) / divisor)
-        if whole < head_dim:
-            store_some(advance(target, whole), head_dim - whole, load(advance(source, whole)) / divisor)
+        if num_bytes == 4:
+            divide_row(sums, total, read(params, HEAD_DIM), f32_at(target))
+        else:
+            divide_row(sums, total, read(params, HEAD_DIM), bf16_at(target))
+
+
+@subroutine
+def divide_row(sums: Pointer, total: float, head_dim: int, target: Pointer) -> None:
+    """Write `sums / total` as `head_dim` elements of the target's kind."""
+    whole = head_dim // LANES * LANES
+    divisor = splat(total if total != np.float32(0.0) else np.float32(1.0))
+    for offset in range(0, whole, LANES):
+        store(advance(target, offset), load(advance(sums, offset)) / divisor)
+    if whole < head_dim:
+        store_some(advance(target, whole), head_dim - whole, load(advance(sums, whole)) / divisor)
 
 
 @subroutine
@@ -115,16 +133,37 @@ def score_keys(worker: Worker, tile: QueryTile) -> None:
 def weigh_keys(worker: Worker, tile: QueryTile, first: int) -> None:
     """Turn all rows' scores of the tile that starts at position `first` into weights."""
     scratch = worker.scratch
+    has_scales = read(worker.params, KEY_SCALES) != 0
     for row in range(tile.num_rows):
+        scores = advance(scratch.scores, row * TILE)
+        if has_scales:
+            multiply_row(scores, scratch.scales)
+        shape_scores(worker.params, tile, row, first, scores)
         begin, end = visible_in_tile(worker.params, tile, row, first)
         softmax_row(
-            advance(scratch.scores, row * TILE),
+            scores,
             begin,
             end,
             advance(scratch.largest, row),
             advance(scratch.total, row),
             advance(scratch.rescale, row),
         )
+        if has_scales:
+            # Weights of hidden keys may become NaN here: they are never used.
+            multiply_row(scores, advance(scratch.scales, TILE + LANES))
+
+
+@subroutine
+def shape_scores(params: Pointer, tile: QueryTile, row: int, first: int, scores: Pointer) -> None:
+    """Apply soft cap and position bias, where there are any, to a row's scores of the tile that starts at `first`."""
+    if read(params, SOFT_CAP) != 0:
+        cap_row(scores, float_of_bits(read(params, SOFT_CAP)))
+    if read(params, ALIBI_SLOPES) != 0:
+        group_size = read(params, GROUP_SIZE)
+        query = row // group_size
+        head = tile.head * group_size + (row - query * group_size)
+        slope = read(f32_at(read(params, ALIBI_SLOPES)), head)
+        bias_row(scores, slope, first - tile.first_position - query)
 
 
 @inlined
@@ -284,6 +323,8 @@ def attend_tile(
     head_dim = read(params, HEAD_DIM)
     row_bytes = head_dim * read(params, ELEMENT_BYTES)
     values = advance(rows, TILE)
+    if read(params, KEY_SCALES) != 0:
+        load_scales(params, worker.like, tile, first, count, scratch.scales)
     pack_keys(worker.like, rows, count, head_dim, scratch.keys, next_rows, next_count, row_bytes)
     prefetch_rows(advance(next_rows, TILE), next_count, row_bytes)
     if not reads_values_in_place(worker, tile):

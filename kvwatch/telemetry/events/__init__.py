@@ -21,11 +21,19 @@ from kvwatch.telemetry.events.request import (
     RequestFinished,
     RequestPreempted,
     RequestQueued,
+    RequestRecovered,
     RequestRejected,
     RequestResumed,
     SequenceForked,
 )
-from kvwatch.telemetry.events.step import StepCompleted, StepFailed, StepScheduled
+from kvwatch.telemetry.events.step import (
+    EngineEnded,
+    EngineStalled,
+    OutOfMemory,
+    StepCompleted,
+    StepFailed,
+    StepScheduled,
+)
 
 __all__ = [
     "AllocationFailed",
@@ -37,11 +45,15 @@ __all__ = [
     "BlocksStored",
     "CacheCleared",
     "DrainStarted",
+    "EngineEnded",
+    "EngineStalled",
     "FirstToken",
+    "OutOfMemory",
     "RequestAdmitted",
     "RequestFinished",
     "RequestPreempted",
     "RequestQueued",
+    "RequestRecovered",
     "RequestRejected",
     "RequestResumed",
     "SequenceForked",

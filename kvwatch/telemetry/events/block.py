@@ -57,6 +57,12 @@ class BlocksStored(Event):
     parent: Annotated[bytes | None, identity(3, "Hash of the preceding block; none at the start of a sequence.")]
     tier: Annotated[Tier, label(4, "Tier of the blocks.")] = "device"
     group: Annotated[Group, label(5, "KV group of the blocks.")] = "0"
+    request: Annotated[str, identity(6, "Request that computed them.")] = ""
+    sequence: Annotated[int, identity(7, "Sequence of the request, from 0.")] = 0
+    first_index: Annotated[int, value(8, "Place of the first of them in the sequence's block table.", "blocks")] = 0
+    token_ids: Annotated[
+        list[list[int]] | None, identity(9, "Token ids of each block; none unless the engine was told to give them.")
+    ] = None
 
 
 @event(

@@ -10,16 +10,29 @@ NS = 1e-9
 FinishReason = Literal["stop", "length", "abort", "error"]
 RejectionReason = Literal["queue_full", "too_long", "draining", "invalid"]
 PreemptionMode = Literal["recompute"]
+Operation = Literal["chat", "text_completion"]
+"""What the caller asked for, in the words of OpenTelemetry's GenAI conventions."""
 
 
 @event(40, "request.queued", "A request arrived and waits for admission.")
 class RequestQueued(Event):
-    """The trace context, tenant and adapter of the request join with their features."""
+    """Carries what is known of the request from outside, so that nobody has to ask the server for it."""
 
     request: Annotated[str, identity(1, "Request id.")]
     prompt_tokens: Annotated[int, value(2, "Length of the prompt.", "tokens")]
     num_sequences: Annotated[int, value(3, "Sequences asked for (`n`).", "1")]
     queued_ns: Annotated[int, value(4, "Monotonic time at which it arrived.", "ns")]
+    operation: Annotated[Operation, label(5, "What was asked for.")] = "text_completion"
+    is_stream: Annotated[bool, label(6, "Whether the answer is sent token by token.")] = False
+    trace_parent: Annotated[str, identity(7, "W3C `traceparent` of the request; empty if it has none.")] = ""
+    trace_state: Annotated[str, identity(8, "W3C `tracestate` of the request; empty if it has none.")] = ""
+    tenant: Annotated[str, label(9, "On whose behalf; empty if nobody said.")] = ""
+    adapter: Annotated[str, label(10, "LoRA adapter; empty for the base model.")] = ""
+    max_tokens: Annotated[int, value(11, "Most tokens that each sequence may generate.", "tokens")] = 0
+    temperature: Annotated[float, value(12, "Sampling temperature; 0 is greedy.", "1")] = 1.0
+    top_p: Annotated[float, value(13, "Nucleus of the sampling; 1 is off.", "ratio")] = 1.0
+    top_k: Annotated[int, value(14, "Most likely tokens that are sampled from; 0 is off.", "1")] = 0
+    seed: Annotated[int | None, identity(15, "Seed that the caller gave.")] = None
 
 
 @event(
@@ -39,6 +52,7 @@ class RequestRejected(Event):
         metrics.PREFIX_CACHE_QUERIED_TOKENS.count(amount_of("queried_tokens")),
         metrics.PREFIX_CACHE_HIT_TOKENS.count(amount_of("hit_tokens")),
         metrics.PREFIX_CACHE_GRANULARITY_LOST_TOKENS.count(amount_of("granularity_lost_tokens")),
+        metrics.PREFIX_CACHE_REGRETTED_TOKENS.count(amount_of("regretted_tokens")),
         metrics.PROMPT_TOKENS.count(amount_of("prompt_tokens")),
         metrics.QUEUE_SECONDS.observe(amount_of("queue_ns", NS)),
     ),
@@ -53,6 +67,9 @@ class RequestAdmitted(Event):
     granularity_lost_tokens: Annotated[int, value(5, "Of these, in no block that could hit.", "tokens")]
     queue_ns: Annotated[int, value(6, "Time in the queue.", "ns")]
     tier: Annotated[Literal["device"], label(7, "Tier of the hits.")] = "device"
+    regretted_tokens: Annotated[
+        int, value(8, "Of the misses, those that would have hit, had their blocks not been evicted before.", "tokens")
+    ] = 0
 
 
 @event(
@@ -138,3 +155,18 @@ class RequestFinished(Event):
     prefill_ns: Annotated[int | None, value(9, "First admission to first token.", "ns")]
     decode_ns: Annotated[int | None, value(10, "First to last token.", "ns")]
     end_to_end_ns: Annotated[int | None, value(11, "Arrival to last token; none if no token was generated.", "ns")]
+    recomputed_tokens: Annotated[int, value(12, "Tokens computed again after preemptions.", "tokens")] = 0
+    error: Annotated[str, identity(13, "Class of the error that ended it; empty if none did.")] = ""
+    tenant: Annotated[str, label(14, "On whose behalf it ran; empty if nobody said.")] = ""
+    lora: Annotated[str, label(15, "LoRA adapter; empty for the base model.")] = ""
+
+
+@event(
+    48, "request.recovered", "A resumed request has all tokens again that a preemption had dropped.",
+    feeds=(metrics.RECOMPUTE_SECONDS.observe(amount_of("recompute_ns", NS)),),
+)  # fmt: skip
+class RequestRecovered(Event):
+    """At most once for each resumption; not at all if the request ends or is preempted again before."""
+
+    request: Annotated[str, identity(1, "Request id.")]
+    recompute_ns: Annotated[int, value(2, "Time since it was resumed.", "ns")]

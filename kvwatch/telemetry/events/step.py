@@ -3,10 +3,10 @@
 Numbers 60 to 79.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from kvwatch.telemetry import metrics
-from kvwatch.telemetry.schema import Event, amount_of, event, identity, value, weighted
+from kvwatch.telemetry.schema import Event, amount_of, event, identity, label, value, weighted
 
 NS = 1e-9
 
@@ -74,3 +74,30 @@ class StepFailed(Event):
     """The engine goes on with the next step."""
 
     error: Annotated[str, identity(1, "Class of the exception.")]
+
+
+@event(
+    63, "step.out_of_memory", "A step failed since the device had too little memory for it.",
+    feeds=(metrics.OUT_OF_MEMORY.count(),),
+)  # fmt: skip
+class OutOfMemory(Event):
+    """The pool is allocated in advance, so this is about workspace. `StepFailed` follows."""
+
+    num_tokens: Annotated[int, value(1, "Tokens of the step.", "tokens")]
+    num_sequences: Annotated[int, value(2, "Sequences of the step.", "1")]
+
+
+@event(64, "step.stalled", "A step takes longer than the engine may need for one.")
+class EngineStalled(Event):
+    """Once for each such step, as soon as it is noticed. The next event of the step loop says that it is over."""
+
+    stuck_ns: Annotated[int, value(1, "Time since the step loop last made progress.", "ns")]
+    num_running: Annotated[int, value(2, "Running requests.", "1")]
+    num_waiting: Annotated[int, value(3, "Waiting requests.", "1")]
+
+
+@event(65, "step.engine_ended", "The step loop has ended; no request is live any more.")
+class EngineEnded(Event):
+    """The last event of an engine."""
+
+    reason: Annotated[Literal["stopped", "failed"], label(1, "Whether it was told to, or found itself defective.")]

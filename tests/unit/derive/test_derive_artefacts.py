@@ -12,7 +12,7 @@ from kvwatch.config import setting
 from kvwatch.derive.__main__ import artefacts, main
 from kvwatch.derive.docs import replace_section, table
 from kvwatch.derive.metrics import full_name, metric_specs
-from kvwatch.derive.scenario import ScenarioClock, opening_snapshot, play
+from kvwatch.derive.scenario import ScenarioClock, opening_snapshot, play, play_end
 from kvwatch.derive.settings import settings_section
 from kvwatch.errors import SchemaError
 from kvwatch.ledger.ledger import Ledger
@@ -32,8 +32,13 @@ def scenario() -> tuple[ScenarioClock, list[Event]]:
     return clock, cursor.read(1024)
 
 
-def test_the_scenario_holds_every_event_and_obeys_the_law() -> None:
-    clock, events = scenario()
+def test_the_scenario_to_its_end_holds_every_event_and_obeys_the_law() -> None:
+    clock = ScenarioClock()
+    log = EventLog(1024, clock)
+    cursor = log.subscribe("test")
+    play(log, clock)
+    play_end(log, clock)
+    events = cursor.read(1024)
     mirror = Mirror(clock, 0)
     mirror.load(opening_snapshot())
 
@@ -41,6 +46,8 @@ def test_the_scenario_holds_every_event_and_obeys_the_law() -> None:
 
     assert {type(event) for event in events} == {spec.cls for spec in REGISTRY}
     assert mirror.num_violations == 0
+    assert mirror.ledger.requests == {}
+    assert mirror.ledger.pool("device").num_used == 0
 
 
 def test_the_scenario_moves_every_series_family_that_events_feed() -> None:

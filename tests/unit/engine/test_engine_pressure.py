@@ -73,6 +73,8 @@ def test_a_resumed_request_computes_again_only_what_it_does_not_find() -> None:
     resumed = [e for e in events if isinstance(e, RequestResumed)]
     assert [e.request for e in preempted] == [e.request for e in resumed] == ["new"]
     assert resumed[0].hit_tokens > 0
+    admitted = [e for e in events if isinstance(e, RequestAdmitted)]
+    assert [(e.request, e.hit_tokens) for e in admitted] == [("old", 0), ("new", 0), ("next", 0)]
     assert resumed[0].recompute_tokens == preempted[0].tokens_at_risk - resumed[0].hit_tokens
     assert sum(e.recomputed_tokens for e in events if isinstance(e, StepCompleted)) == resumed[0].recompute_tokens
 

@@ -9,7 +9,8 @@ import pytest
 from builders import NullModel, Recorder, make_request, make_settings
 
 from kvwatch.errors import ControlError
-from kvwatch.telemetry.events import DrainStarted, RequestRejected
+from kvwatch.ledger.ledger import Ledger
+from kvwatch.telemetry.events import DrainStarted, EngineEnded, EngineStalled, RequestFinished, RequestRejected
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid
 from kvwatch_engine.contracts.request import FinishReason, SequenceOutput
@@ -230,3 +231,130 @@ def test_a_defect_in_the_engine_ends_all_requests_instead_of_hanging_them() -> N
         assert not engine.is_alive()
         with pytest.raises(EngineOverloaded):
             engine.submit(make_request("late", [4]))
+
+
+def test_a_stall_is_told_while_it_lasts_once_and_is_over_with_the_step() -> None:
+    """vllm#45414: nothing moved, and no metric said so."""
+    with running_engine(stall_seconds=0.05) as (engine, model, _, log):
+        ledger = Ledger()
+        ledger.load(engine.snapshot())
+        recorder = Recorder(log)
+        model.gate.clear()
+        engine.submit(make_request("r", [4], max_tokens=2, ignore_eos=True))
+        wait_for(lambda: any(isinstance(e, EngineStalled) for e in recorder.drain()))
+        time.sleep(0.1)
+
+        (stalled,) = [e for e in recorder.drain() if isinstance(e, EngineStalled)]
+        assert stalled.stuck_ns >= 50_000_000
+        assert (stalled.num_running, stalled.num_waiting) == (1, 0)
+        states: list[str] = []
+        for event in list(recorder.events):
+            ledger.apply(event)
+        states.append(ledger.engine_state)
+        num_applied = len(recorder.events)
+        model.gate.set()
+        wait_for(lambda: engine.num_live_requests == 0)
+        for event in recorder.drain()[num_applied:]:
+            ledger.apply(event)
+        states.append(ledger.engine_state)
+        assert states == ["stalled", "running"]
+        assert [e.seq for e in recorder.events] == list(range(recorder.events[0].seq, log.head))
+
+
+def test_an_idle_engine_never_counts_as_stalled() -> None:
+    with running_engine(stall_seconds=0.02) as (engine, _, _, log):
+        recorder = Recorder(log)
+        time.sleep(0.15)
+
+        assert engine.is_alive()
+        assert [e for e in recorder.drain() if isinstance(e, EngineStalled)] == []
+
+
+def test_the_last_event_says_whether_the_engine_was_stopped_or_has_failed() -> None:
+    with running_engine() as (engine, model, _, log):
+        recorder = Recorder(log)
+        model.gate.clear()
+        engine.submit(make_request("r", [4] * 5, max_tokens=30, ignore_eos=True))
+        wait_for(lambda: engine.num_live_requests == 1)
+        engine._core.manager.prepare_write = None  # type: ignore[method-assign, assignment]
+        model.gate.set()
+        wait_for(lambda: any(isinstance(e, EngineEnded) for e in recorder.drain()))
+        failed = recorder.events
+    with running_engine() as (engine, _, _, log):
+        recorder = Recorder(log)
+        engine.stop()
+        stopped = recorder.drain()
+
+    assert isinstance(failed[-1], EngineEnded)
+    assert failed[-1].reason == "failed"
+    assert [(e.reason, e.error) for e in failed if isinstance(e, RequestFinished)] == [("error", "EngineFailed")]
+    assert [e.reason for e in stopped if isinstance(e, EngineEnded)] == ["stopped"]
+
+
+def test_every_refusal_is_counted_under_its_reason() -> None:
+    with running_engine(max_queued_tokens=10) as (engine, model, _, log):
+        recorder = Recorder(log)
+        model.gate.clear()
+        engine.submit(make_request("live", [4] * 9))
+        for request in (
+            make_request("live", [4]),
+            make_request("empty", []),
+            make_request("long", [4] * 10, max_tokens=60),
+            make_request("longer than the queue", [4] * 11),
+        ):
+            with pytest.raises(RequestInvalid):
+                engine.submit(request)
+        wait_for(lambda: len(engine._core.scheduler.lifecycle.running) == 1)
+        engine.submit(make_request("waits", [4] * 9))
+        with pytest.raises(EngineOverloaded):
+            engine.submit(make_request("one too many", [4] * 9))
+        engine.begin_drain(1.0)
+        with pytest.raises(EngineOverloaded):
+            engine.submit(make_request("late", [4]))
+        model.gate.set()
+        wait_for(lambda: engine.num_live_requests == 0)
+
+        rejected = {e.request: e.reason for e in recorder.drain() if isinstance(e, RequestRejected)}
+        assert rejected == {
+            "live": "invalid",
+            "empty": "invalid",
+            "long": "too_long",
+            "longer than the queue": "too_long",
+            "one too many": "queue_full",
+            "late": "draining",
+        }
+
+
+def test_the_snapshot_tells_state_settings_and_memory() -> None:
+    config = make_settings(max_num_seqs=5)
+    model = NullModel()
+    model.block_size = config.block_size
+    engine = Engine(config, model, EventLog(), Collected(), block_bytes=8, memory_bytes={"weights": 3, "kv": 328})
+    engine.start()
+    try:
+        before = engine.snapshot()
+        engine.begin_drain(1.0)
+        after = engine.snapshot()
+    finally:
+        engine.stop()
+
+    assert (before.engine_state, after.engine_state) == ("running", "draining")
+    assert before.config["max_num_seqs"] == 5
+    assert "max_prefill_chunk" not in before.config
+    assert before.memory_bytes == {"weights": 3, "kv": 328}
+
+
+def test_requests_for_which_nothing_can_be_done_are_a_stall_too() -> None:
+    """vllm#45414: Running 0, Waiting 5, and every metric looked as on an idle engine."""
+    with running_engine(stall_seconds=0.05) as (engine, _, _, log):
+        recorder = Recorder(log)
+        schedule = engine._core.scheduler.schedule
+        engine._core.scheduler.schedule = lambda _step: None  # type: ignore[method-assign, assignment]
+        engine.submit(make_request("r", [4], max_tokens=2, ignore_eos=True))
+
+        wait_for(lambda: any(isinstance(e, EngineStalled) for e in recorder.drain()))
+
+        (stalled,) = [e for e in recorder.events if isinstance(e, EngineStalled)]
+        assert (stalled.num_running, stalled.num_waiting) == (0, 1)
+        engine._core.scheduler.schedule = schedule  # type: ignore[method-assign]
+        wait_for(lambda: engine.num_live_requests == 0)

@@ -1,11 +1,14 @@
 """When a view is published, and what it says."""
 
+import msgspec
 import pytest
 import structlog
 from naive_engine import ManualClock, NaiveEngine
 
 from kvwatch.ledger.mirror import Mirror
+from kvwatch.ledger.series import SeriesSettings
 from kvwatch.telemetry import metrics as m
+from kvwatch.telemetry.events import DrainStarted, EngineEnded, EngineStalled, StepFailed
 from kvwatch.telemetry.log import Cursor, EventLog
 
 
@@ -123,7 +126,7 @@ def test_a_request_that_ends_while_no_step_runs_is_shown_when_the_log_is_drained
     stage.mirror.settle()
 
     assert stage.mirror.view.value(m.KV_BLOCKS, "device", "0", "used") == 0
-    assert stage.mirror.view.value(m.REQUESTS_FINISHED, "abort") == 1
+    assert stage.mirror.view.value(m.REQUESTS_FINISHED, "abort", "", "") == 1
 
 
 def test_an_engine_that_is_stuck_in_a_step_is_shown_after_a_moment_of_silence() -> None:
@@ -267,3 +270,110 @@ def test_hits_after_a_preemption_are_counted_apart() -> None:
     assert stage.mirror.view.value(m.PREFIX_CACHE_HIT_TOKENS, "device") == 0
     assert stage.mirror.view.value(m.PREFIX_CACHE_RESUMED_HIT_TOKENS) == 4
     assert stage.mirror.view.value(m.PREFIX_CACHE_QUERIED_TOKENS) == 8
+
+
+def test_a_stall_ends_with_the_last_request_that_waits_and_not_with_the_next_step_hours_later() -> None:
+    stage = Stage()
+    stage.engine.admit(stage.engine.queue(), 1)
+    stage.engine.queue()
+    stage.engine.waiting_for = {"blocks": 1}
+    stage.step(1.0)
+    stage.clock.advance(2.0)
+    stage.log.begin(5)
+    stage.engine.finish("r2", "abort")
+    stage.follow()
+    stage.clock.advance(3600)
+    stage.engine.waiting_for = {}
+    stage.step(1.0)
+
+    assert stage.mirror.view.value(m.KV_STALL_SECONDS) == 2.0
+
+
+def test_a_waiting_request_that_ends_between_two_steps_is_in_no_reason_any_more() -> None:
+    stage = Stage()
+    stage.engine.admit(stage.engine.queue(), 1)
+    for _ in range(3):
+        stage.engine.queue()
+    stage.engine.waiting_for = {"sequences": 3}
+    stage.step()
+    stage.engine.queue()  # not looked at yet: in no reason
+    stage.engine.finish("r3", "abort")
+    stage.engine.finish("r5", "abort")
+    stage.follow()
+    stage.mirror.publish()
+
+    view = stage.mirror.view
+    assert view.value(m.REQUESTS, "waiting") == 2
+    assert view.value(m.WAITING_REQUESTS, "sequences") == 2
+
+
+def state_of(mirror: Mirror) -> str:
+    (state,) = [s.labels[0] for s in mirror.view.gauges if s.metric is m.ENGINE_STATE and s.value]
+    return state
+
+
+def test_the_engines_state_is_the_gravest_that_applies() -> None:
+    stage = Stage()
+    stage.engine.admit(stage.engine.queue(), 1)
+    seen = [state_of(stage.mirror)]
+    for event in (
+        EngineStalled(31_000_000_000, 1, 0),
+        None,
+        DrainStarted(1_000_000_000),
+        EngineStalled(31_000_000_000, 1, 0),
+        StepFailed("RuntimeError"),
+        EngineEnded("failed"),
+    ):
+        if event is None:
+            stage.step()
+        else:
+            stage.log.append(event)
+            stage.follow()
+            stage.mirror.publish()
+        seen.append(state_of(stage.mirror))
+
+    assert seen == ["running", "stalled", "running", "draining", "stalled", "draining", "failed"]
+
+
+def test_settings_and_memory_are_shown_as_the_snapshot_tells_them() -> None:
+    stage = Stage()
+    told = msgspec.structs.replace(
+        stage.engine.snapshot(), config={"max_num_seqs": 64.0}, memory_bytes={"weights": 7, "kv": 5}
+    )
+
+    stage.mirror.load(told)
+
+    view = stage.mirror.view
+    assert view.value(m.CONFIG_VALUE, "max_num_seqs") == 64
+    assert [view.value(m.DEVICE_MEMORY_BYTES, kind) for kind in ("weights", "kv", "workspace")] == [7, 5, None]
+
+
+def test_what_happened_before_the_mirror_attached_is_in_no_counter() -> None:
+    """TensorRT-LLM#12132 (O11): warm-up traffic was counted, and the hit rate began near 0."""
+    clock = ManualClock()
+    log = EventLog(4096, clock)
+    engine = NaiveEngine(log, 13)
+    engine.admit(engine.queue(), 3)
+    engine.write(4)
+    engine.finish("r1")
+    engine.complete()
+    mirror = Mirror(clock, 0)
+
+    mirror.load(engine.snapshot())
+
+    assert [sample for sample in mirror.view.counters if sample.value] == []
+    assert [histogram for histogram in mirror.view.histograms if histogram.count] == []
+    assert mirror.view.value(m.KV_BLOCKS, "device", "0", "used") == 0
+
+
+def test_extra_bounds_and_allow_lists_are_those_of_the_settings() -> None:
+    series = SeriesSettings({"tenant": frozenset({"blue"})}, {m.TIME_TO_FIRST_TOKEN: (0.2, 0.25)})
+
+    view = Mirror(ManualClock(), 0, series=series).view
+
+    histogram = view.histogram(m.TIME_TO_FIRST_TOKEN)
+    assert histogram is not None
+    assert histogram.bounds == tuple(sorted({*m.TIME_TO_FIRST_TOKEN.buckets, 0.2}))
+    assert len(histogram.counts) == len(histogram.bounds) + 1
+    assert view.value(m.REQUESTS_FINISHED, "stop", "", "blue") == 0
+    assert view.value(m.REQUESTS_FINISHED, "stop", "other", "other") == 0

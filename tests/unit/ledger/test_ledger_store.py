@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import pytest
 
 from kvwatch.errors import SchemaError
+from kvwatch.ledger.series import SeriesSettings
 from kvwatch.ledger.store import MetricStore
 from kvwatch.telemetry import events as ev
 from kvwatch.telemetry import metrics
@@ -184,7 +185,24 @@ def test_an_aborted_request_is_counted_once_and_adds_no_phantom_latency() -> Non
         )
     )
 
-    finished = {s.labels: s.value for s in store.counters() if s.metric is metrics.REQUESTS_FINISHED}
+    finished = {s.labels: s.value for s in store.counters() if s.metric is metrics.REQUESTS_FINISHED and s.value}
     observed = {h.metric.name: h.count for h in store.histograms() if h.count}
-    assert finished == {("stop",): 0, ("length",): 0, ("abort",): 1, ("error",): 0}
+    assert finished == {("abort", "", ""): 1}
     assert observed == {"request_prompt_tokens": 1, "request_generated_tokens": 1}
+
+
+def test_fifty_adapters_and_a_thousand_tenants_add_no_series_to_any_store() -> None:
+    """llm-d-batch-gateway#202, vllm#11117 (O70): one series for each tenant or adapter that callers name."""
+    store = MetricStore(REGISTRY, SeriesSettings({"tenant": frozenset({"t7"})}))
+    before = {(sample.metric.name, sample.labels) for sample in store.counters()}
+    for number in range(1000):
+        store.feed(finished(f"r{number}", tenant=f"t{number}", lora=f"adapter-{number % 50}"))
+    store.feed(finished("plain", tenant="", lora=""))
+
+    counted = {s.labels: s.value for s in store.counters() if s.metric is metrics.REQUESTS_FINISHED and s.value}
+    assert {(sample.metric.name, sample.labels) for sample in store.counters()} == before
+    assert counted == {("stop", "other", "t7"): 1, ("stop", "other", "other"): 999, ("stop", "", ""): 1}
+
+
+def finished(request: str, *, tenant: str, lora: str) -> ev.RequestFinished:
+    return ev.RequestFinished(request, "stop", 1, 1, 0, 0, 1, 1, 1, 1, 1, tenant=tenant, lora=lora)

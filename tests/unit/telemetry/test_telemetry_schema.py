@@ -61,7 +61,7 @@ def test_field_numbers_are_unique() -> None:
 
 def test_an_id_can_never_become_a_label() -> None:
     declared = EventSpec(
-        1, "test.one", "Brief.", Plain, {"reason": identity(1, "An id.")}, {}, (metrics.REQUESTS_FINISHED.count(),)
+        1, "test.one", "Brief.", Plain, {"reason": identity(1, "An id.")}, {}, (metrics.REQUESTS_REJECTED.count(),)
     )
 
     with pytest.raises(SchemaError, match="whose label reason is no label field"):
@@ -97,6 +97,8 @@ def test_every_metric_says_what_it_means_and_when_it_moves() -> None:
     for metric in metrics.CATALOGUE:
         assert metric.brief.endswith("."), metric.name
         assert metric.moves.endswith("."), metric.name
+        assert metric.action.endswith((".", "?")), metric.name
+        assert metric.aggregate, metric.name
         assert metric.unit, metric.name
         assert bool(metric.buckets) == (metric.kind is MetricKind.HISTOGRAM), metric.name
         assert list(metric.buckets) == sorted(set(metric.buckets)), metric.name
@@ -110,7 +112,7 @@ def test_names_follow_the_conventions_of_prometheus() -> None:
         assert metric.name.replace("_", "").isalnum(), metric.name
         assert not metric.name.endswith(("_total", "_count", "_sum", "_bucket")), metric.name
         if metric.unit in {"seconds", "ratio"}:
-            assert metric.name.endswith(f"_{metric.unit}"), metric.name
+            assert metric.name.removesuffix("_min").removesuffix("_max").endswith(f"_{metric.unit}"), metric.name
 
 
 def test_labels_that_belong_to_prometheus_or_to_every_series_are_never_declared() -> None:

@@ -1,0 +1,76 @@
+"""Attention of a step whose arrays are on the GPU already: the door from the model to the Triton kernels.
+
+What `StepAttention` checks on the host is not checked here: the lengths stay on the device, and a captured graph must
+not look at them.
+"""
+
+import torch
+
+from kvwatch_engine.memory.kv_cache import KVCache
+from kvwatch_engine.model.staging import StagedStep
+from kvwatch_kernels.triton.attention import DeviceBatch, triton_paged_attention
+from kvwatch_kernels.triton.store import triton_rotate_and_store
+
+
+class DeviceAttention:
+    """Attention of all layers for one staged step. Engine thread only; everything is enqueued on the current stream."""
+
+    __slots__ = ("_batch", "_cache", "_slots")
+
+    def __init__(self, cache: KVCache, staged: StagedStep, max_query_len: int, max_context_len: int) -> None:
+        """Bind a staged step to a cache on the same device.
+
+        Args:
+            cache: read and written.
+            staged: its arrays may be written anew between two runs of a graph.
+            max_query_len: no sequence has more tokens in this step, nor in any that a graph of it is replayed for.
+            max_context_len: no context is longer, likewise.
+        """
+        self._cache = cache
+        self._slots = staged.slot_mapping
+        self._batch = DeviceBatch(
+            block_tables=staged.block_tables,
+            query_starts=staged.query_starts,
+            context_lens=staged.context_lens,
+            max_query_len=max_query_len,
+            max_context_len=max_context_len,
+        )
+
+    def rotate_and_store(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        *,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """Rotate a layer's queries and keys, write keys and values to the cache; see `StepAttention`."""
+        key_scales, value_scales = self._cache.layer_scales(layer)
+        triton_rotate_and_store(
+            qkv,
+            *angles,
+            *self._cache.layer(layer),
+            self._slots,
+            norm_weight=norm_weight,
+            eps=eps,
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )
+        return qkv[:, : qkv.shape[1] - 2 * self._cache.spec.num_kv_heads]
+
+    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
+        """Attend to what each query may see; see `StepAttention`."""
+        key_scales, value_scales = self._cache.layer_scales(layer)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        triton_paged_attention(
+            query,
+            *self._cache.layer(layer),
+            self._batch,
+            scale=scale,
+            sliding_window=sliding_window,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            out=out,
+        )
+        return out.flatten(1)

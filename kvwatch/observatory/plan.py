@@ -1,0 +1,205 @@
+"""From settings to an observatory with its parts: first checked, then built.
+
+Checking comes before an engine is loaded: whoever mistyped a port should not wait for a model. gRPC, OpenTelemetry
+and the recorder are imported only where the settings want them.
+"""
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvwatch.config import parse_bytes
+from kvwatch.control import EngineControl
+from kvwatch.errors import ConfigError
+from kvwatch.exporters.exemplars import ExemplarStore
+from kvwatch.exporters.identity import COMMON_LABELS, EngineIdentity
+from kvwatch.exporters.otel.settings import OtelSettings, parse_endpoint, parse_headers
+from kvwatch.exporters.prometheus.settings import series_settings
+from kvwatch.ledger.series import SeriesSettings
+from kvwatch.observatory.observatory import METRICS_SETTING, Observatory
+from kvwatch.observatory.part import Part
+from kvwatch.observatory.settings import ObservatorySettings
+from kvwatch.sockets import bind
+from kvwatch.telemetry.log import EventLog
+
+if TYPE_CHECKING:
+    from kvwatch.recorder.part import RecorderPart, RecorderSettings
+    from kvwatch.stream.access import StreamOptions
+    from kvwatch.stream.server import StreamServer
+
+OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The engine that is to be watched."""
+
+    log: EventLog
+    control: EngineControl
+    identity: EngineIdentity
+    config: Mapping[str, str]
+    """Its settings as text, without secrets, for the heads of recordings."""
+    api: tuple[str, int | None] = ("", None)
+    """Host and port of its API, for spans; none while unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An observatory that was not started yet, and those of its parts that others speak to."""
+
+    observatory: Observatory
+    recorder: "RecorderPart | None"
+    stream: "StreamServer | None"
+
+
+@dataclass(frozen=True, slots=True)
+class ObservatoryPlan:
+    """Checked settings; nothing is open yet. Made by `plan_observatory`."""
+
+    settings: ObservatorySettings
+    series: SeriesSettings
+    stream: "StreamOptions | None"
+    recorder: "RecorderSettings | None"
+
+    def build(self, subject: Subject, *, further: Sequence[Part] = (), has_vllm_aliases: bool = False) -> Built:
+        """Make the observatory of one engine.
+
+        Args:
+            subject: The engine.
+            further: Parts that only this engine has.
+            has_vllm_aliases: Whether the metrics page offers vLLM's names too.
+
+        Raises:
+            ConfigError: a file that a setting names cannot be used.
+        """
+        exemplars = ExemplarStore(self.series.thresholds)
+        epoch = uuid.uuid4().hex
+        recorder = self._make_recorder(subject, epoch, lambda: observatory)
+        stream = self._make_stream(subject, epoch)
+        otel = self._make_otel(subject, exemplars, lambda: observatory)
+        observatory = Observatory(
+            subject.log,
+            subject.control,
+            subject.identity,
+            metrics_listen=_unless_off(self.settings.metrics_listen),
+            parts=[*further, *(part for part in (recorder, stream, otel) if part is not None)],
+            series=self.series,
+            exemplars=exemplars,
+            has_vllm_aliases=has_vllm_aliases,
+        )
+        return Built(observatory, recorder, stream)
+
+    def _make_recorder(
+        self, subject: Subject, epoch: str, observatory: Callable[[], Observatory]
+    ) -> "RecorderPart | None":
+        if self.recorder is None:
+            return None
+        from kvwatch.recorder.header import HeaderSource
+        from kvwatch.recorder.part import RecorderPart
+
+        headers = HeaderSource(
+            subject.log.clock,
+            epoch=epoch,
+            identity=dict(zip(COMMON_LABELS, subject.identity.labels, strict=True)),
+            config=dict(subject.config),
+            has_token_ids=self.recorder.keep_token_ids,
+        )
+        return RecorderPart(self.recorder, headers, lambda: observatory().mirror)
+
+    def _make_stream(self, subject: Subject, epoch: str) -> "StreamServer | None":
+        if self.stream is None:
+            return None
+        from kvwatch.stream.server import StreamServer
+
+        labels = dict(zip(COMMON_LABELS, subject.identity.labels, strict=True))
+        return StreamServer(subject.log, subject.control, self.stream, labels, epoch)
+
+    def _make_otel(
+        self, subject: Subject, exemplars: ExemplarStore, observatory: Callable[[], Observatory]
+    ) -> Part | None:
+        settings = self.settings
+        if settings.otlp_endpoint is None:
+            return None
+        from kvwatch.exporters.otel.part import OtelPart
+
+        host, port = subject.api
+        told = OtelSettings(
+            endpoint=settings.otlp_endpoint,
+            protocol=settings.otlp_protocol,
+            headers=settings.otlp_headers or "",
+            trace_ratio=settings.trace_ratio,
+            slow_seconds=settings.trace_slow_seconds,
+            export_logs=settings.otlp_logs,
+            server_address=host,
+            server_port=port,
+        )
+        return OtelPart(told, subject.identity, subject.log.clock, lambda: observatory().samples(), exemplars)
+
+
+def plan_observatory(settings: ObservatorySettings, stem: str, cache_dir: Path) -> ObservatoryPlan:
+    """Check settings. What has to be opened to see that it can be is closed again.
+
+    Args:
+        settings: What was set.
+        stem: Names the engine in the names of recordings.
+        cache_dir: Folder in which the flight recorder lies unless the settings say otherwise.
+
+    Raises:
+        ConfigError: a setting is malformed, or two contradict each other.
+        ExporterError: the address of a listener cannot be had.
+    """
+    listen = _unless_off(settings.metrics_listen)
+    if listen is not None:
+        bind(listen, METRICS_SETTING).close()
+    thresholds = {"--slo-ttft": settings.slo_ttft, "--slo-itl": settings.slo_itl, "--slo-e2e": settings.slo_e2e}
+    series = series_settings(settings.metrics_tenants, settings.metrics_loras, thresholds)
+    if settings.otlp_endpoint is not None:
+        parse_endpoint(settings.otlp_endpoint, settings.otlp_protocol)
+        parse_headers(settings.otlp_headers or "")
+    return ObservatoryPlan(settings, series, _stream_options(settings), _recorder_settings(settings, stem, cache_dir))
+
+
+def _stream_options(settings: ObservatorySettings) -> "StreamOptions | None":
+    listen = _unless_off(settings.grpc_listen)
+    if listen is None:
+        return None
+    from kvwatch.stream.access import StreamOptions, check_options
+
+    options = StreamOptions(
+        listen=listen,
+        token_file=settings.grpc_token_file,
+        certificate=settings.grpc_cert,
+        key=settings.grpc_key,
+    )
+    check_options(options)
+    return options
+
+
+def _recorder_settings(settings: ObservatorySettings, stem: str, cache_dir: Path) -> "RecorderSettings | None":
+    if settings.record_dir == "":
+        raise ConfigError("--record-dir is empty; name a folder, or leave it out to record nothing")
+    if settings.record_dir is None and settings.flight_dir == OFF:
+        return None
+    from kvwatch.recorder.part import RecorderSettings, check_settings
+
+    flight_dir = cache_dir / "flight" if settings.flight_dir is None else Path(settings.flight_dir).expanduser()
+    found = RecorderSettings(
+        stem=stem,
+        record_dir=Path(settings.record_dir).expanduser() if settings.record_dir is not None else None,
+        record_bytes=parse_bytes(settings.record_bytes, "--record-bytes"),
+        file_bytes=parse_bytes(settings.record_file_bytes, "--record-file-bytes"),
+        flight_dir=None if settings.flight_dir == OFF else flight_dir,
+        is_flight_dir_asked_for=settings.flight_dir is not None,
+        flight_bytes=parse_bytes(settings.flight_bytes, "--flight-bytes"),
+        flight_seconds=settings.flight_seconds,
+        slow_step_seconds=settings.flight_slow_step,
+        keep_token_ids=settings.record_token_ids,
+    )
+    check_settings(found)
+    return found
+
+
+def _unless_off(listen: str) -> str | None:
+    return None if listen == OFF else listen

@@ -1,0 +1,228 @@
+"""The GPU's forward pass as far as a CPU allows: staging, padding to buckets, void graphs. The rest is in tests/gpu."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from paged_sequences import PagedSequence, packed_step, paged_sequences
+from tiny_models import make_tiny_model
+
+from kvwatch_engine.contracts.step import StepInput
+from kvwatch_engine.memory.kv_cache import KVCache
+from kvwatch_engine.model.attention import StepAttention
+from kvwatch_engine.model.graphs import DECODE_BUCKETS, DeviceForward, bucket_for, decode_buckets
+from kvwatch_engine.model.loader import LoadedModel, load_model
+from kvwatch_engine.model.runner import ModelRunner
+from kvwatch_engine.model.staging import StagedStep, StagingSizes, StepStaging
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 40
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(str(make_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"))), dtype="float32")
+
+
+class CpuAttention(StepAttention):
+    """The CPU kernels over staged arrays, and the bounds that they were asked for."""
+
+    bounds: tuple[int, int]
+
+    def __init__(self, cache: KVCache, staged: StagedStep, *bounds: int) -> None:
+        super().__init__(
+            cache,
+            slot_mapping=staged.slot_mapping.numpy(),
+            query_starts=staged.query_starts.numpy(),
+            context_lens=staged.context_lens.numpy(),
+            block_tables=staged.block_tables.numpy(),
+        )
+        assert int(np.diff(staged.query_starts.numpy()).max()) <= bounds[0]
+        assert int(staged.context_lens.max()) <= bounds[1]
+
+
+def new_cache(model: LoadedModel, block_size: int = BLOCK_SIZE) -> KVCache:
+    return KVCache(model.cache_spec(block_size), NUM_BLOCKS)
+
+
+def device_forward(model: LoadedModel, cache: KVCache) -> DeviceForward:
+    return DeviceForward(model.decoder, cache, model.info.max_position, CpuAttention)
+
+
+def plain_logits(model: LoadedModel, cache: KVCache, step: StepInput, sampled: np.ndarray) -> torch.Tensor:
+    with torch.inference_mode():
+        attention = StepAttention.of_step(cache, step)
+        hidden = model.decoder.hidden_states(torch.tensor(step.token_ids), torch.tensor(step.positions), attention)
+        return model.decoder.logits(hidden[torch.tensor(sampled)])
+
+
+def sequences_of(lengths: list[int]) -> list[PagedSequence]:
+    prompts = [[(7 * i + 3 * length) % 500 for i in range(length)] for length in lengths]
+    return paged_sequences(prompts, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_new_tokens=8)
+
+
+def steps_of(lengths: list[int], num_decodes: int) -> Iterator[tuple[StepInput, np.ndarray]]:
+    """Yield the prefill of all prompts in one step, then decode steps; each with the tokens that are sampled from."""
+    sequences = sequences_of(lengths)
+    for turn in range(1 + num_decodes):
+        parts = [(s, len(s.token_ids) - s.num_computed) for s in sequences]
+        step = packed_step(parts, block_size=BLOCK_SIZE)
+        yield step, (step.query_starts[1:] - 1).astype(np.int64)
+        for sequence in sequences:
+            sequence.num_computed = len(sequence.token_ids)
+            sequence.token_ids.append((turn * 31 + len(sequence.token_ids)) % 500)
+
+
+@pytest.mark.parametrize("lengths", [[5], [20, 1, 9], [3, 17, 8, 8, 1]])
+def test_padded_decode_steps_and_prefills_give_the_logits_and_the_cache_of_the_plain_path(
+    model: LoadedModel, lengths: list[int]
+) -> None:
+    plain_cache, cache = new_cache(model), new_cache(model)
+    forward = device_forward(model, cache)
+    forward.capture(64)
+
+    for step, sampled in steps_of(lengths, 4):
+        logits = forward.logits(step, sampled)
+
+        expected = plain_logits(model, plain_cache, step, sampled)
+        assert logits.shape == expected.shape
+        assert torch.allclose(logits, expected, atol=1e-5)
+        assert torch.allclose(cache.data, plain_cache.data, atol=1e-5)
+    assert (cache.data[0] == 0).all(), "padding is stored nowhere, not even in the null block"
+
+
+def test_logits_of_a_subset_of_a_decode_step_are_those_asked_for(model: LoadedModel) -> None:
+    cache, plain_cache = new_cache(model), new_cache(model)
+    forward = device_forward(model, cache)
+    forward.capture(8)
+
+    for step, _ in steps_of([4, 6, 5], 1):
+        some = np.array([2], dtype=np.int64)
+        logits = forward.logits(step, some)
+        assert torch.allclose(logits, plain_logits(model, plain_cache, step, some), atol=1e-5)
+
+
+def test_logits_stay_what_they_were_when_the_next_step_runs(model: LoadedModel) -> None:
+    forward = device_forward(model, new_cache(model))
+    forward.capture(8)
+    first, second = list(steps_of([4, 6], 1))
+    forward.logits(*first)
+
+    logits = forward.logits(*second)
+    before = logits.clone()
+    forward.logits(*second)
+
+    assert torch.equal(logits, before)
+
+
+def test_capturing_writes_nothing_to_the_cache(model: LoadedModel) -> None:
+    cache = new_cache(model)
+
+    device_forward(model, cache).capture(16)
+
+    assert (cache.data == 0).all()
+
+
+def test_a_step_for_which_there_is_no_room_is_computed_all_the_same_and_makes_graphs_void(model: LoadedModel) -> None:
+    cache, plain_cache = new_cache(model), new_cache(model)
+    forward = device_forward(model, cache)
+    forward.capture(4)
+    assert forward.buckets == (1, 2, 4)
+
+    for step, sampled in steps_of([30, 2], 1):
+        logits = forward.logits(step, sampled)
+        assert torch.allclose(logits, plain_logits(model, plain_cache, step, sampled), atol=1e-5)
+
+    assert not forward.buckets
+
+
+def test_without_a_capture_every_step_runs_as_it_is(model: LoadedModel) -> None:
+    cache, plain_cache = new_cache(model), new_cache(model)
+    forward = device_forward(model, cache)
+
+    for step, sampled in steps_of([9, 2], 2):
+        logits = forward.logits(step, sampled)
+        assert torch.allclose(logits, plain_logits(model, plain_cache, step, sampled), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "bucket"),
+    [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 24), (64, 64), (65, 96), (256, 256), (257, None)],
+)
+def test_a_decode_step_takes_the_smallest_bucket_that_holds_it(num_seqs: int, bucket: int | None) -> None:
+    assert bucket_for(num_seqs, DECODE_BUCKETS) == bucket
+
+
+@pytest.mark.parametrize(
+    ("max_seqs", "buckets"),
+    [(1, (1,)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (20, (1, 2, 4, 8, 16, 20)), (5000, DECODE_BUCKETS)],
+)
+def test_no_bucket_is_larger_than_any_step_and_the_largest_step_has_one(
+    max_seqs: int, buckets: tuple[int, ...]
+) -> None:
+    assert decode_buckets(max_seqs) == buckets
+
+
+def test_staged_arrays_are_the_steps_and_every_step_lies_at_the_same_place() -> None:
+    staging = StepStaging(CPU, StagingSizes(max_tokens=16, max_seqs=6, max_blocks=7))
+    first, second = (step for step, _ in steps_of([5, 3], 1))
+
+    staged = staging.stage(first, np.array([4, 7], dtype=np.int64))
+    places = {name: getattr(staged, name).data_ptr() for name in StagedStep.__slots__}
+    for name in ("token_ids", "positions", "slot_mapping", "query_starts", "context_lens"):
+        assert getattr(staged, name).tolist() == getattr(first, name).tolist()
+    width = first.block_tables.shape[1]
+    assert staged.block_tables[:, :width].tolist() == first.block_tables.tolist()
+    assert not staged.block_tables[:, width:].any()
+    assert staged.sampled.tolist() == [4, 7]
+
+    again = staging.stage(second, np.array([0, 1], dtype=np.int64))
+    assert {name: getattr(again, name).data_ptr() for name in StagedStep.__slots__} == places
+    assert again.token_ids.tolist() == second.token_ids.tolist()
+
+
+def test_padding_sees_the_null_block_and_is_stored_nowhere_whatever_was_there_before() -> None:
+    staging = StepStaging(CPU, StagingSizes(max_tokens=16, max_seqs=6, max_blocks=7))
+    (prefill, _), (decode, sampled) = steps_of([5, 3], 1)
+    long = replace(prefill, block_tables=np.full((2, 7), 9, dtype=np.int32))
+    for _ in range(2):  # both host buffers
+        staging.stage(long, sampled)
+
+    staged = staging.stage(decode, sampled, 5)
+
+    assert staged.token_ids.tolist() == [*decode.token_ids.tolist(), 0, 0, 0]
+    assert staged.slot_mapping.tolist() == [*decode.slot_mapping.tolist(), -1, -1, -1]
+    assert staged.positions.tolist()[2:] == [0, 0, 0]
+    assert staged.query_starts.tolist() == [0, 1, 2, 3, 4, 5]
+    assert staged.context_lens.tolist() == [6, 4, 1, 1, 1]
+    assert not staged.block_tables[2:].any()
+    width = decode.block_tables.shape[1]
+    assert not staged.block_tables[:2, width:].any(), "nothing is left of the step before"
+    assert staged.sampled.tolist() == [0, 1, 0, 0, 0]
+
+
+def test_arrays_begin_at_multiples_of_sixteen_bytes_for_which_the_kernels_were_compiled() -> None:
+    staging = StepStaging(CPU, StagingSizes(max_tokens=13, max_seqs=5, max_blocks=3))
+
+    views = staging.views(13, 5, 13)
+
+    base = views.token_ids.data_ptr()
+    assert all((getattr(views, name).data_ptr() - base) % 16 == 0 for name in StagedStep.__slots__)
+
+
+def test_a_cache_on_another_device_is_refused(model: LoadedModel) -> None:
+    runner = ModelRunner(model, new_cache(model))
+
+    with pytest.raises(ValueError, match="does not fit this model, which is on cpu"):
+        runner.rebind(KVCache(model.cache_spec(BLOCK_SIZE), 4, "meta"))

@@ -1,0 +1,54 @@
+"""What the API tells the engine about a request beside its prompt reaches the events, whatever a client sends."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from builders import NullModel, Recorder
+from openai_server import MODEL, RunningServer, arithmetic_server, byte_level_tokenizer, save_tokenizer
+
+from kvwatch.telemetry.events import RequestFinished, RequestQueued
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder: Path = save_tokenizer(tmp_path_factory.mktemp("tokenizer"), byte_level_tokenizer())
+    with arithmetic_server(folder, NullModel(401)) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tenant", "operation", "is_stream", "told"),
+    [
+        ("/v1/chat/completions", HI, "blue", "chat", False, "blue"),
+        ("/v1/chat/completions", {**HI, "stream": True}, "", "chat", True, ""),
+        ("/v1/completions", {"prompt": "hi"}, "x" * 500, "text_completion", False, "x" * 128),
+    ],
+)
+def test_operation_stream_and_tenant_are_in_the_events_and_a_tenants_name_is_bounded(
+    server: RunningServer,
+    path: str,
+    body: dict[str, object],
+    tenant: str,
+    operation: str,
+    is_stream: bool,
+    told: str,
+) -> None:
+    recorder = Recorder(server.log)
+    answer = httpx.post(
+        f"{server.url}{path}",
+        json={"model": MODEL, "max_tokens": 3, "temperature": 0.25, "seed": 9, **body},
+        headers={"x-kvwatch-tenant": tenant} if tenant else {},
+        timeout=60,
+    )
+    assert answer.status_code == 200
+    server.wait_idle()
+
+    (queued,) = [event for event in recorder.drain() if isinstance(event, RequestQueued)]
+    assert (queued.operation, queued.is_stream, queued.tenant) == (operation, is_stream, told)
+    assert (queued.max_tokens, queued.temperature, queued.seed) == (3, 0.25, 9)
+    (finished,) = [event for event in recorder.drain() if isinstance(event, RequestFinished)]
+    assert finished.tenant == told

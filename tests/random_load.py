@@ -1,0 +1,121 @@
+"""An engine under random load with every feature on, watched by a mirror and by the oracle of all metrics."""
+
+from random import Random
+
+from builders import FakeClock, NullModel, make_core
+from metrics_oracle import Oracle
+
+from kvwatch.ledger.mirror import Mirror
+from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, RequestOrigin
+from kvwatch_engine.contracts.sampling import SamplingParams
+from kvwatch_engine.contracts.step import StepInput, StepResult
+from kvwatch_engine.scheduling.policy import worst_case_blocks
+
+STEP_NS = (0, 1_000_000, 20_000_000, 300_000_000, 2_000_000_000)
+PAUSE_SECONDS = (0.0, 0.0, 0.0, 0.001, 1.0, 40.0, 90.0)
+
+
+class TimedModel(NullModel):
+    """A null model whose steps take the time that a fake clock is told, and fail when told."""
+
+    def __init__(self, clock: FakeClock, random: Random) -> None:
+        super().__init__()
+        self.clock = clock
+        self.random = random
+        self.next_error: Exception | None = None
+
+    def execute(self, step: StepInput) -> StepResult:
+        duration = self.random.choice(STEP_NS)
+        self.clock.now_ns += duration
+        error, self.next_error = self.next_error, None
+        if error is not None:
+            raise error
+        result = super().execute(step)
+        errors = {0: "made to fail"} if self.random.random() < 0.01 and result.token_ids else {}
+        return StepResult(
+            token_ids=result.token_ids, logprobs=result.logprobs, forward_ns=duration, sample_ns=7, errors=errors
+        )
+
+
+class RandomLoad:
+    """Submits, aborts, stops, refuses, resets and steps at random; the seed says how."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.clock = FakeClock()
+        self.log = EventLog(200_000, self.clock)
+        block_size = random.choice([1, 2, 4, 8])
+        self.core = make_core(
+            TimedModel(self.clock, random),
+            self.log,
+            num_blocks=random.randint(14, 50),
+            block_size=block_size,
+            max_num_seqs=random.randint(3, 8),
+            max_batch_tokens=random.randint(8, 40),
+            max_prefill_chunk=random.choice([None, 4, 9]),
+            watermark_blocks=random.randint(0, 3),
+            enable_prefix_cache=random.random() < 0.8,
+        )
+        self.cursor = self.log.subscribe("test")
+        self.oracle = Oracle(self.core)
+        self.mirror = Mirror(self.clock, 0)
+        self.mirror.load(self.core.snapshot())
+        self.num_submitted = 0
+
+    def turn(self) -> None:
+        """Let something happen, or nothing, then step."""
+        if self.random.random() < 0.4:
+            self.submit()
+        if self.random.random() < 0.1:
+            self.disturb()
+        self.clock.advance(self.random.choice(PAUSE_SECONDS))
+        self.core.step()
+
+    def submit(self) -> None:
+        random = self.random
+        self.num_submitted += 1
+        n, max_tokens = random.choice([1, 1, 1, 2, 3]), random.randint(1, 16)
+        prompt = tuple(random.randint(0, 1) for _ in range(random.randint(1, 24)))
+        settings = self.core.settings
+        if worst_case_blocks(len(prompt), max_tokens, n, settings.block_size) > settings.num_blocks - 1:
+            self.core.reject(f"r{self.num_submitted}", "too_long")
+            return
+        origin = RequestOrigin(
+            tenant=random.choice(["", "t1", "t2"]), adapter=random.choice(["", "", "some adapter"]), is_stream=True
+        )
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n, seed=random.randint(0, 99))
+        request = GenerationRequest(
+            request_id=f"r{self.num_submitted}", prompt_token_ids=prompt, sampling=sampling, origin=origin
+        )
+        self.log.begin(self.core.num_steps)
+        self.core.add(request, self.clock.monotonic_ns())
+
+    def disturb(self) -> None:
+        random, core = self.random, self.core
+        self.clock.advance(random.choice(PAUSE_SECONDS))
+        self.log.begin(core.num_steps)
+        live = core.live_request_ids()
+        kind = random.choice(["abort", "abort", "abort all", "stop", "fail", "out of memory", "reset"])
+        model = core._executor
+        assert isinstance(model, TimedModel)
+        if kind == "reset":
+            core.manager.pool.clear_cache()
+        elif kind == "fail":
+            model.next_error = RuntimeError("made to fail")
+        elif kind == "out of memory":
+            model.next_error = MemoryError("made to fail")
+        elif kind == "abort all":
+            for request_id in live:
+                core.abort(request_id)
+        elif live and kind == "abort":
+            core.abort(random.choice(live), FinishReason.ABORT)
+        elif live:
+            core.stop_sequence(random.choice(live), random.randint(0, 2))
+
+    def differences(self) -> list[str]:
+        """Bring the mirror up to date and compare its view with the engine, exactly."""
+        self.mirror.apply(self.cursor.read(200_000))
+        self.mirror.publish(self.log.now_ns)
+        offset = self.clock.wall_ns() - self.clock.monotonic_ns()
+        return self.oracle.differences(self.mirror.view, offset)
