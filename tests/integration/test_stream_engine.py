@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 from builders import NullModel, make_request, make_settings
 from openai_server import wait_until
 from stream_stage import LedgerMirror
@@ -127,6 +128,27 @@ def test_a_subscriber_of_a_running_engine_equals_it_after_every_pause() -> None:
             mirror.catch_up(stream, lambda: mirror.ledger.next_seq == load.log.head, 60)
             assert mirror.ledger.differences(load.engine.snapshot()) == []
             load.go_on()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_over_ten_thousand_steps_a_subscriber_that_starves_now_and_then_equals_the_engine_at_every_rest() -> None:
+    with busy_engine() as load, TelemetryClient(load.address) as client:
+        wait_until(lambda: load.log.head > 500, 30)
+        mirror = LedgerMirror()
+        stream = client.subscribe(SubscribeRequest(from_snapshot=True))
+        mirror.catch_up(stream, lambda: mirror.num_snapshots == 1)
+        num_rests = 0
+        while num_rests < 6 or load.engine.snapshot().step < 10_000:
+            wait_until(lambda: load.lag > 2 * CAPACITY, 120)  # it does not read
+            mirror.catch_up(stream, lambda: load.lag < CAPACITY // 4, 120)  # now it does, while the engine goes on
+            load.rest()
+            mirror.catch_up(stream, lambda: mirror.ledger.next_seq == load.log.head, 60)
+            assert mirror.ledger.differences(load.engine.snapshot()) == []
+            num_rests += 1
+            load.go_on()
+
+        assert mirror.gaps
 
 
 def test_the_engine_takes_as_many_steps_while_a_subscriber_does_not_read_as_without_one() -> None:

@@ -2,24 +2,32 @@
 
     python tests/perf/bench_telemetry.py [--seconds 120]
 
-Attached means the whole observatory: collector, ledger, and a scraper that reads /metrics once a second over HTTP. 16
-sequences decode all the time, so that every step does the same work; windows next to each other are paired.
+Attached means everything: collector, ledger, recorder, flight recorder, spans and metrics to a collector over OTLP, a
+reader of the gRPC stream and a scraper once a second; those who receive are another process. 16 sequences decode all
+the time, so that every step does the same work; windows next to each other are paired. Coming and going happens
+between the windows.
 """
 
 import argparse
 import json
+import socket
+import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
-import httpx
 from embedded_engine import load_embedded, make_core, random_prompts, submit
 from paired import estimate, ratio
 
+from kvwatch.errors import ControlError
 from kvwatch.exporters.identity import EngineIdentity
-from kvwatch.observatory import Observatory
+from kvwatch.observatory.plan import ObservatoryPlan, Subject, plan_observatory
+from kvwatch.observatory.settings import ObservatorySettings
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot
 from kvwatch_engine.core import EngineCore
@@ -27,19 +35,28 @@ from kvwatch_engine.core import EngineCore
 STEPS_PER_WINDOW = 50
 BATCH = 16
 BUDGET_LOSS = 0.01
+ATTACH_SECONDS = 10.0
 
 
-class InlineControl:
-    """Answers the observatory for an engine that is stepped by this script's own thread.
-
-    A snapshot is taken between two windows, when nothing else touches the engine.
-    """
+class SteppedControl:
+    """Answers the observatory for an engine that is stepped by this script's own thread, between two steps."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
+        self._asked: deque[Future[EngineSnapshot]] = deque()
 
-    def snapshot(self, timeout_seconds: float = 5.0) -> EngineSnapshot:  # noqa: ARG002 - answered at once
-        return self._core.snapshot()
+    def snapshot(self, timeout_seconds: float = 5.0) -> EngineSnapshot:
+        future: Future[EngineSnapshot] = Future()
+        self._asked.append(future)
+        try:
+            return future.result(timeout_seconds)
+        except TimeoutError:
+            raise ControlError(f"no answer within {timeout_seconds} s") from None
+
+    def answer(self) -> None:
+        """Answer whoever asked. The stepping thread calls it between two steps."""
+        while self._asked:
+            self._asked.popleft().set_result(self._core.snapshot())
 
     def is_alive(self) -> bool:
         return True
@@ -48,36 +65,12 @@ class InlineControl:
         return True
 
 
-@contextmanager
-def attached(log: EventLog, core: EngineCore) -> Iterator[None]:
-    """Run the observatory and a scraper for as long as the window lasts."""
-    observatory = Observatory(log, InlineControl(core), EngineIdentity("bench"), metrics_listen="127.0.0.1:0")
-    observatory.start()
-    deadline = time.monotonic() + 5
-    while not observatory.view.gauges and time.monotonic() < deadline:
-        time.sleep(0.01)
-    done = threading.Event()
-    host, port = observatory.metrics_address or ("", 0)
-
-    def scrape() -> None:
-        while not done.wait(1.0):
-            httpx.get(f"http://{host}:{port}/metrics", timeout=5).raise_for_status()
-
-    scraper = threading.Thread(target=scrape)
-    scraper.start()
-    try:
-        yield
-    finally:
-        done.set()
-        scraper.join()
-        observatory.stop()
-
-
 class Load:
     """Keeps `BATCH` sequences decoding."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, control: SteppedControl) -> None:
         self.core = core
+        self.control = control
         self.round = 0
         self.refill()
 
@@ -96,8 +89,54 @@ class Load:
         started = time.perf_counter()
         num_tokens = 0
         for _ in range(STEPS_PER_WINDOW):
+            self.control.answer()
             num_tokens += sum(len(output.token_ids) for output in self.core.step())
         return num_tokens / (time.perf_counter() - started)
+
+
+@contextmanager
+def attached(plan: ObservatoryPlan, subject: Subject, control: SteppedControl) -> Iterator[None]:
+    """Have everything attached: return when the first view is there and the stream is read."""
+    built = plan.build(subject)
+    built.observatory.start()
+    try:
+        assert built.stream is not None
+        stream = built.stream
+        _wait(control, lambda: bool(built.observatory.view.gauges) and stream.num_subscribers > 0)
+        time.sleep(0.2)  # what a start still does
+        yield
+    finally:
+        built.observatory.stop()
+        time.sleep(0.2)
+
+
+def _wait(control: SteppedControl, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + ATTACH_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "nobody listens"
+        control.answer()
+        time.sleep(0.005)
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def peers(metrics_port: int, grpc_port: int) -> Iterator[str]:
+    """Run those who listen; give the collector's endpoint."""
+    command = [sys.executable, str(Path(__file__).with_name("telemetry_peers.py")), str(metrics_port), str(grpc_port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.stdin.close()
+            process.wait(20)
 
 
 def main() -> None:
@@ -107,26 +146,40 @@ def main() -> None:
     seconds = parser.parse_args().seconds
     log = EventLog()
     core = make_core(load_embedded(), log, max_num_seqs=BATCH, num_blocks=8192)
-    load = Load(core)
+    control = SteppedControl(core)
+    load = Load(core, control)
     load.window()
+    subject = Subject(log, control, EngineIdentity("bench"), config={})
+    metrics_port, grpc_port = free_port(), free_port()
     on: list[float] = []
     off: list[float] = []
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        load.refill()
-        is_on_first = len(on) % 2 == 0  # a window later in a round has longer contexts: take turns
-        for is_on in (is_on_first, not is_on_first):
-            if is_on:
-                with attached(log, core):
-                    on.append(load.window())
-            else:
-                off.append(load.window())
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        settings = ObservatorySettings(
+            metrics_listen=f"127.0.0.1:{metrics_port}",
+            grpc_listen=f"127.0.0.1:{grpc_port}",
+            record_dir=str(folder / "records"),
+            flight_dir=str(folder / "flight"),
+            otlp_endpoint=stack.enter_context(peers(metrics_port, grpc_port)),
+        )
+        plan = plan_observatory(settings, "bench", folder)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            load.refill()
+            is_on_first = len(on) % 2 == 0  # a window later in a round has longer contexts: take turns
+            for is_on in (is_on_first, not is_on_first):
+                if is_on:
+                    with attached(plan, subject, control):
+                        on.append(load.window())
+                else:
+                    off.append(load.window())
     loss = estimate([1 - a / b for a, b in zip(on, off, strict=True)])
     print(
         json.dumps(
             {
                 "windows": len(on),
                 "steps_per_window": STEPS_PER_WINDOW,
+                "attached": "ledger, scraper, OTLP traces and metrics, gRPC reader, recorder, flight recorder",
                 "on_output_tokens_per_second": estimate(on).rounded(1),
                 "off_output_tokens_per_second": estimate(off).rounded(1),
                 "ratio_on_off": ratio(on, off).rounded(4),

@@ -1,0 +1,56 @@
+"""Everybody who listens to telemetry, in a process of their own: a collector, a scraper, and a reader of the stream.
+
+    python telemetry_peers.py METRICS_PORT GRPC_PORT
+
+Prints the collector's endpoint when it is up; ends when its standard input does. Whoever is not there yet, or any
+more, is tried again.
+"""
+
+import contextlib
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from otlp_receiver import grpc_collector
+
+from kvwatch.stream.client import TelemetryClient
+
+SCRAPE_SECONDS = 1.0
+RETRY_SECONDS = 0.02
+
+
+def scrape(port: int) -> None:
+    """Read the metrics page once a second."""
+    with httpx.Client(timeout=5) as client:
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                client.get(f"http://127.0.0.1:{port}/metrics")
+            time.sleep(SCRAPE_SECONDS)
+
+
+def read_stream(port: int) -> None:
+    """Take every event."""
+    while True:
+        with contextlib.suppress(Exception), TelemetryClient(f"127.0.0.1:{port}") as client:
+            for _ in client.subscribe():
+                pass
+        time.sleep(RETRY_SECONDS)
+
+
+def main() -> None:
+    """Run until nobody needs it."""
+    metrics_port, grpc_port = map(int, sys.argv[1:])
+    threading.Thread(target=scrape, args=[metrics_port], daemon=True).start()
+    threading.Thread(target=read_stream, args=[grpc_port], daemon=True).start()
+    with grpc_collector() as collected:
+        print(collected.endpoint, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
