@@ -111,8 +111,7 @@ def change(pairs: Sequence[tuple[Window, Window]]) -> tuple[float, float, float]
 
 def measure(seconds: float, num_steps: int) -> tuple[list[tuple[Window, Window]], Scrapers]:
     """Run pairs of windows for so long; return (storm, none) and the scrapers."""
-    from bench_telemetry import InlineControl
-    from embedded_engine import load_embedded, make_core, random_prompts, submit
+    from embedded_engine import SteppedControl, load_embedded, make_core, random_prompts, submit
 
     from kvwatch.exporters.identity import EngineIdentity
     from kvwatch.observatory import Observatory
@@ -120,15 +119,18 @@ def measure(seconds: float, num_steps: int) -> tuple[list[tuple[Window, Window]]
 
     log = EventLog()
     core = make_core(load_embedded(), log, max_num_seqs=BATCH, num_blocks=8192)
-    observatory = Observatory(log, InlineControl(core), EngineIdentity("bench"), metrics_listen="127.0.0.1:0")
+    control = SteppedControl(core)
+    observatory = Observatory(log, control, EngineIdentity("bench"), metrics_listen="127.0.0.1:0")
     observatory.start()
     while not observatory.view.gauges:
+        control.answer()
         time.sleep(0.01)
 
     def window() -> Window:
         times: Window = []
         last = time.perf_counter()
         for _ in range(num_steps):
+            control.answer()
             core.step()
             now = time.perf_counter()
             times.append(now - last)

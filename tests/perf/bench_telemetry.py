@@ -15,54 +15,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from embedded_engine import load_embedded, make_core, random_prompts, submit
+from embedded_engine import SteppedControl, load_embedded, make_core, random_prompts, submit
 from paired import estimate, ratio
 
-from kvwatch.errors import ControlError
 from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.observatory.plan import ObservatoryPlan, Subject, plan_observatory
 from kvwatch.observatory.settings import ObservatorySettings
 from kvwatch.telemetry.log import EventLog
-from kvwatch.telemetry.snapshot import EngineSnapshot
 from kvwatch_engine.core import EngineCore
 
 STEPS_PER_WINDOW = 50
 BATCH = 16
 BUDGET_LOSS = 0.01
 ATTACH_SECONDS = 10.0
-
-
-class SteppedControl:
-    """Answers the observatory for an engine that is stepped by this script's own thread, between two steps."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
-        self._asked: deque[Future[EngineSnapshot]] = deque()
-
-    def snapshot(self, timeout_seconds: float = 5.0) -> EngineSnapshot:
-        future: Future[EngineSnapshot] = Future()
-        self._asked.append(future)
-        try:
-            return future.result(timeout_seconds)
-        except TimeoutError:
-            raise ControlError(f"no answer within {timeout_seconds} s") from None
-
-    def answer(self) -> None:
-        """Answer whoever asked. The stepping thread calls it between two steps."""
-        while self._asked:
-            self._asked.popleft().set_result(self._core.snapshot())
-
-    def is_alive(self) -> bool:
-        return True
-
-    def is_ready(self) -> bool:
-        return True
 
 
 class Load:

@@ -2,13 +2,17 @@
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from kvwatch_engine.threads import bound_spinning
 
 bound_spinning()  # before torch is imported, as `kvwatch serve` does
 
+from kvwatch.errors import ControlError
 from kvwatch.telemetry.log import EventLog
+from kvwatch.telemetry.snapshot import EngineSnapshot
 from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.settings import EngineSettings
@@ -63,3 +67,30 @@ def run(core: EngineCore, on_step: Callable[[], None] = lambda: None) -> int:
         num_tokens += sum(len(output.token_ids) for output in core.step())
         on_step()
     return num_tokens
+
+
+class SteppedControl:
+    """Answers the observatory for an engine that is stepped by this script's own thread, between two steps."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._asked: deque[Future[EngineSnapshot]] = deque()
+
+    def snapshot(self, timeout_seconds: float = 5.0) -> EngineSnapshot:
+        future: Future[EngineSnapshot] = Future()
+        self._asked.append(future)
+        try:
+            return future.result(timeout_seconds)
+        except TimeoutError:
+            raise ControlError(f"no answer within {timeout_seconds} s") from None
+
+    def answer(self) -> None:
+        """Answer whoever asked. The stepping thread calls it between two steps."""
+        while self._asked:
+            self._asked.popleft().set_result(self._core.snapshot())
+
+    def is_alive(self) -> bool:
+        return True
+
+    def is_ready(self) -> bool:
+        return True

@@ -19,6 +19,7 @@ from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult,
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from kvwatch.exporters.otel.http_session import bounded_session
 from kvwatch.exporters.otel.settings import Endpoint
 
 SDK_LOGGER, EXPORTER_LOGGER = "opentelemetry", "opentelemetry.exporter"
@@ -61,9 +62,11 @@ def make_transport(endpoint: Endpoint, headers: dict[str, str], timeout_seconds:
             GrpcLogExporter(endpoint=target, insecure=is_insecure, headers=pairs, timeout=timeout_seconds),
         )
     return Transport(
-        HttpSpanExporter(endpoint=endpoint.url("traces"), headers=headers, timeout=timeout_seconds),
-        HttpMetricExporter(endpoint=endpoint.url("metrics"), headers=headers, timeout=timeout_seconds),
-        HttpLogExporter(endpoint=endpoint.url("logs"), headers=headers, timeout=timeout_seconds),
+        HttpSpanExporter(endpoint.url("traces"), headers=headers, timeout=timeout_seconds, session=bounded_session()),
+        HttpMetricExporter(
+            endpoint.url("metrics"), headers=headers, timeout=timeout_seconds, session=bounded_session()
+        ),
+        HttpLogExporter(endpoint.url("logs"), headers=headers, timeout=timeout_seconds, session=bounded_session()),
     )
 
 
