@@ -240,7 +240,7 @@ def _convert(each: Setting, raw: object, where: str) -> object:
 
 def _parse(each: Setting, text: str) -> object | None:
     if each.kind is str:
-        return text
+        return text if _is_sendable(text) else None
     if each.kind is bool:
         lowered = text.strip().lower()
         return lowered in _TRUE if lowered in _TRUE | _FALSE else None
@@ -252,9 +252,16 @@ def _parse(each: Setting, text: str) -> object | None:
 
 
 def _coerce(each: Setting, raw: object) -> object | None:
+    if isinstance(raw, str) and not _is_sendable(raw):
+        return None
     if type(raw) is each.kind:
         return raw if each.kind is not float or math.isfinite(raw) else None  # type: ignore[arg-type]
     return float(raw) if each.kind is float and type(raw) is int else None
+
+
+def _is_sendable(text: str) -> bool:
+    """Whether a text can be a path, a label and a header: no NUL, and nothing that is not UTF-8."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _check_range(each: Setting, value: object, where: str) -> None:
@@ -270,7 +277,7 @@ def _check_range(each: Setting, value: object, where: str) -> None:
 
 
 def _expected(each: Setting) -> str:
-    words = {str: "text", int: "an integer", float: "a finite number", bool: "true or false"}
+    words = {str: "text in UTF-8 without NUL", int: "an integer", float: "a finite number", bool: "true or false"}
     return words[each.kind] + (" or none" if each.is_optional else "")
 
 

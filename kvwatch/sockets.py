@@ -37,7 +37,7 @@ def bind(listen: str, setting: str) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: what cannot be a host's name
         raise ExporterError(f"{setting}: cannot resolve {host!r} ({error}); give a local address") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

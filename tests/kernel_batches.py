@@ -1,7 +1,7 @@
 """Batches for kernel tests: dense keys and values laid out into a paged cache that is NaN everywhere else."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kvwatch_kernels.dims import Int32Array
 from kvwatch_kernels.paged_attention import paged_attention
+from kvwatch_kernels.quant import dequantise, quantise
+from kvwatch_kernels.reference import reference_paged_attention
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class DenseSequence:
         """The sequence as it was when its queries `first` to `end - 1` were a prefill chunk."""
         seen = self.context_len - len(self.query) + end
         return DenseSequence(self.query[first:end], self.keys[:seen], self.values[:seen])
+
+    def as_stored(self, dtype: torch.dtype) -> "DenseSequence":
+        """The sequence with the keys and values that a quantised cache holds for these."""
+        keys, values = (dequantise(*quantise(side, dtype)) for side in (self.keys, self.values))
+        return DenseSequence(self.query, keys, values)
 
 
 def dense_sequence(
@@ -66,6 +73,10 @@ class PagedBatch:
     query_starts: Int32Array
     context_lens: Int32Array
     scale: float
+    soft_cap: float | None = None
+    alibi_slopes: Tensor | None = None
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
     def attend(self, sliding_window: int | None = None, out: Tensor | None = None) -> Tensor:
         """Return the attention of all queries, packed."""
@@ -78,7 +89,42 @@ class PagedBatch:
             context_lens=self.context_lens,
             scale=self.scale,
             sliding_window=sliding_window,
+            soft_cap=self.soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            key_scales=self.key_scales,
+            value_scales=self.value_scales,
             out=out,
+        )
+
+    def attend_by_reference(self, sliding_window: int | None = None) -> Tensor:
+        """The same by the reference in plain torch."""
+        out = torch.empty_like(self.query)
+        reference_paged_attention(
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            block_tables=self.block_tables,
+            query_starts=self.query_starts,
+            context_lens=self.context_lens,
+            scale=self.scale,
+            sliding_window=sliding_window,
+            soft_cap=self.soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            key_scales=self.key_scales,
+            value_scales=self.value_scales,
+            out=out,
+        )
+        return out
+
+    def quantised(self, dtype: torch.dtype) -> "PagedBatch":
+        """The batch with a quantised cache. Scales of slots outside of the sequences are NaN if those hold NaN.
+
+        The scales are views of one layer of a whole cache's, as the engine's are.
+        """
+        (keys, key_scales), (values, value_scales) = (quantise(c, dtype) for c in (self.key_cache, self.value_cache))
+        scales = torch.stack((key_scales, value_scales), dim=1).unsqueeze(1).repeat(1, 3, 1, 1, 1)
+        return replace(
+            self, key_cache=keys, value_cache=values, key_scales=scales[:, 1, 0], value_scales=scales[:, 1, 1]
         )
 
 
@@ -107,7 +153,13 @@ def paged_batch(
     return PagedBatch(query, key_cache, value_cache, tables, starts, lens, head_dim**-0.5)
 
 
-def naive_attention(sequences: Sequence[DenseSequence], sliding_window: int | None = None) -> Tensor:
+def naive_attention(
+    sequences: Sequence[DenseSequence],
+    sliding_window: int | None = None,
+    *,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
     """Attention head by head in float64 NumPy, from the dense keys and values: f64[num_tokens, num_heads, head_dim]."""
     outputs = []
     for sequence in sequences:
@@ -120,6 +172,10 @@ def naive_attention(sequences: Sequence[DenseSequence], sliding_window: int | No
         heads = np.empty_like(query)
         for head in range(num_heads):
             scores = np.einsum("qd,kd->qk", query[:, head], keys[:, head // group]) * head_dim**-0.5
+            if soft_cap is not None:
+                scores = soft_cap * np.tanh(scores / soft_cap)
+            if alibi_slopes is not None:
+                scores += alibi_slopes[head].item() * (places - positions)
             scores[is_hidden] = -np.inf
             weights = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-1e300))
             weights /= weights.sum(axis=1, keepdims=True)

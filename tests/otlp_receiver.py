@@ -1,5 +1,6 @@
 """OTLP collectors for tests: real services over gRPC and HTTP, and ones that are dead, slow, refusing or half open."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -215,3 +216,31 @@ def dead_endpoint(scheme: str) -> str:
     """Return the endpoint of a port that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def babbling_collector(head: bytes, piece: bytes, pieces: int, pause_seconds: float) -> Iterator[str]:
+    """Take each request, answer with `head`, then so many pieces with a pause after each; gives the endpoint."""
+
+    def answer(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.recv(65_536)
+            connection.sendall(head)
+            for _ in range(pieces):
+                connection.sendall(piece)
+                time.sleep(pause_seconds)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(5)

@@ -33,7 +33,7 @@ from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.engine import Engine
 from kvwatch_engine.memory.sizing import default_num_blocks, parse_watermark
-from kvwatch_engine.serve_signals import dump_on_signal
+from kvwatch_engine.serve_signals import DumpSignal, dump_on_signal
 from kvwatch_engine.threads import bound_spinning
 
 if TYPE_CHECKING:
@@ -75,8 +75,10 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
     max_queued_tokens: Annotated[int, setting("Waiting prompt tokens beyond this get 429.", minimum=1)] = 1_048_576
     watermark: Annotated[str, setting("Blocks kept free at admission: 0.02 is a ratio, 8 are blocks.")] = "0.02"
     prefix_cache: Annotated[bool, setting("Reuse the blocks of known prefixes.")] = True
-    drain_seconds: Annotated[float, setting("Time that requests get to finish on SIGTERM.", minimum=0)] = 30.0
-    stall_seconds: Annotated[float, setting("A step longer than this fails /health.", minimum=1)] = 30.0
+    drain_seconds: Annotated[
+        float, setting("Time that requests get to finish on SIGTERM.", minimum=0, maximum=86_400)
+    ] = 30.0
+    stall_seconds: Annotated[float, setting("A step longer than this fails /health.", minimum=1, maximum=86_400)] = 30.0
     engine_name: Annotated[str, setting("Stable name of this engine in all metrics.")] = "kvwatch"
     dp_rank: Annotated[int, setting("Rank among data-parallel replicas.", minimum=0)] = 0
     vllm_aliases: Annotated[bool, setting("Offer metrics under vLLM's names as well.")] = False
@@ -107,7 +109,8 @@ class ServeCommand:
         """Serve until SIGTERM or SIGINT."""
         settings = resolve(ServeSettings, args).settings
         configure_logs(settings.log_format, settings.log_level, log_prompts=settings.log_prompts)
-        serve(settings)
+        with dump_on_signal() as dumps:
+            serve(settings, dumps)
         return 0
 
 
@@ -123,8 +126,12 @@ class Serving:
     built: Built
 
 
-def serve(settings: ServeSettings) -> None:
+def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
     """Load the model, then serve until a signal comes. Main thread only.
+
+    Args:
+        settings: What was set.
+        dumps: Is told the recorder that SIGUSR2 asks.
 
     Raises:
         ConfigError: a setting is wrong, or two contradict each other.
@@ -169,15 +176,15 @@ def serve(settings: ServeSettings) -> None:
             built.observatory.start()
             if built.stream is not None:
                 built.stream.is_serving.wait(_STREAM_START_SECONDS)
-            with dump_on_signal(built.recorder):
-                run_until_signal(
-                    app,
-                    bound,
-                    engine,
-                    app.state.drain,
-                    settings.drain_seconds,
-                    lambda: _announce(settings, serving, bound.getsockname()[1], time.monotonic() - started),
-                )
+            dumps.attach(built.recorder)
+            run_until_signal(
+                app,
+                bound,
+                engine,
+                app.state.drain,
+                settings.drain_seconds,
+                lambda: _announce(settings, serving, bound.getsockname()[1], time.monotonic() - started),
+            )
         finally:
             engine.stop()
             built.observatory.stop()

@@ -1,6 +1,7 @@
 """Copy whole blocks of the paged cache: within it (copy-on-write, relocation), to a staging buffer and back (swap)."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvwatch_kernels.cpu.copy import compiled_block_copy
@@ -31,6 +32,10 @@ def block_copy(cache: Tensor, sources: Int64Array | Tensor, destinations: Int64A
         )
     if cache.device.type == "cpu":
         compiled_block_copy(cache, from_blocks, cache, to_blocks)
+    elif cache.device.type == "cuda":
+        from kvwatch_kernels.triton.copy import triton_block_copy
+
+        triton_block_copy(cache, _on_device(from_blocks, cache), _on_device(to_blocks, cache))
     else:
         reference_block_copy(cache, from_blocks, to_blocks)
 
@@ -51,6 +56,10 @@ def gather_blocks(cache: Tensor, block_ids: Int64Array | Tensor, staging: Tensor
         return
     if cache.device.type == "cpu":
         compiled_block_copy(cache, blocks, staging, np.arange(len(blocks), dtype=np.int64))
+    elif cache.device.type == "cuda":
+        from kvwatch_kernels.triton.copy import triton_gather_blocks
+
+        triton_gather_blocks(cache, _on_device(blocks, cache), staging)
     else:
         reference_gather_blocks(cache, blocks, staging)
 
@@ -73,6 +82,10 @@ def scatter_blocks(staging: Tensor, cache: Tensor, block_ids: Int64Array | Tenso
         return
     if cache.device.type == "cpu":
         compiled_block_copy(staging, np.arange(len(blocks), dtype=np.int64), cache, blocks)
+    elif cache.device.type == "cuda":
+        from kvwatch_kernels.triton.copy import triton_scatter_blocks
+
+        triton_scatter_blocks(staging, cache, _on_device(blocks, cache))
     else:
         reference_scatter_blocks(staging, cache, blocks)
 
@@ -91,6 +104,10 @@ def _block_ids(name: str, block_ids: Int64Array | Tensor, cache: Tensor, num_cop
     if len(blocks) and (blocks.min() < 0 or blocks.max() >= len(cache)):
         raise ShapeError(f"{name} has blocks {blocks.min()} to {blocks.max()}: must be 0 to {len(cache) - 1}")
     return blocks
+
+
+def _on_device(blocks: Int64Array, cache: Tensor) -> Tensor:
+    return torch.from_numpy(blocks).to(cache.device)
 
 
 def _check_staged(cache: Tensor, block_ids: Int64Array | Tensor, staging: Tensor) -> Int64Array:

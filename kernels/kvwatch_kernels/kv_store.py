@@ -51,6 +51,12 @@ def kv_store(
     slots = slots_of(slot_mapping, len(key), key_cache)
     if len(slots) == 0:
         return
+    if key.device.type == "cuda":
+        from kvwatch_kernels.triton.store import slots_on, triton_kv_store
+
+        on_device = slots_on(key.device, slots)
+        triton_kv_store(key, value, key_cache, value_cache, on_device, key_scales=key_scales, value_scales=value_scales)
+        return
     is_compiled = key.device.type == "cpu" and (key_scales is None or key.dtype in COMPILED_DTYPES)
     store = compiled_kv_store if is_compiled else reference_kv_store
     store(key, value, key_cache, value_cache, slots, key_scales=key_scales, value_scales=value_scales)

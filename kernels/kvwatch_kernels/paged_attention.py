@@ -1,6 +1,7 @@
 """Attention that reads keys and values in place through block tables."""
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from kvwatch_kernels.dims import FLOAT_DTYPES, Int32Array, check_cache, check_de
 from kvwatch_kernels.errors import ShapeError
 from kvwatch_kernels.reference import reference_paged_attention
 
+if TYPE_CHECKING:
+    from kvwatch_kernels.triton.attention import DeviceBatch
+
 
 class AttentionBatch:
     """The sequences of one step, checked and laid out once for the attention of all layers.
@@ -18,7 +22,7 @@ class AttentionBatch:
     One call at a time. The arrays are viewed, not copied: they may not change while the batch is in use.
     """
 
-    __slots__ = ("_compiled", "_context_lens", "_layout", "_query_starts", "_tables")
+    __slots__ = ("_compiled", "_context_lens", "_layout", "_on_device", "_query_starts", "_tables")
 
     def __init__(
         self,
@@ -51,6 +55,13 @@ class AttentionBatch:
         self._query_starts = index_array("query_starts", query_starts, np.int32, (len(self._tables) + 1,))
         self._context_lens = index_array("context_lens", context_lens, np.int32, (len(self._tables),))
         self._compiled: CompiledAttention | None = None
+        self._on_device: DeviceBatch | None = None
+        if key_cache.device.type == "cuda":
+            from kvwatch_kernels.triton import attention as device_attention
+
+            self._on_device = device_attention.DeviceBatch.of_arrays(
+                self._tables, self._query_starts, self._context_lens, key_cache
+            )
         if key_cache.device.type == "cpu" and any(
             has_compiled_attention(dtype, key_cache.dtype) for dtype in FLOAT_DTYPES
         ):
@@ -113,7 +124,23 @@ class AttentionBatch:
             _check_slopes(alibi_slopes, query)
         if out is None:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if self._compiled is not None and has_compiled_attention(query.dtype, key_cache.dtype):
+        if self._on_device is not None:
+            from kvwatch_kernels.triton.attention import triton_paged_attention
+
+            triton_paged_attention(
+                query,
+                key_cache,
+                value_cache,
+                self._on_device.holding(len(query)),
+                scale=scale,
+                sliding_window=sliding_window,
+                soft_cap=soft_cap,
+                alibi_slopes=alibi_slopes,
+                key_scales=key_scales,
+                value_scales=value_scales,
+                out=out,
+            )
+        elif self._compiled is not None and has_compiled_attention(query.dtype, key_cache.dtype):
             self._compiled.attend(
                 query,
                 key_cache,

@@ -63,7 +63,22 @@ def rotate_and_store(
     if norm_weight is not None:
         check_rows("norm_weight", norm_weight, (num_rows - key_cache.shape[1], head_dim), qkv, is_dense=True)
     slots = slots_of(slot_mapping, num_tokens, key_cache)
-    if num_tokens:
+    if num_tokens and qkv.device.type == "cuda":
+        from kvwatch_kernels.triton.store import slots_on, triton_rotate_and_store
+
+        triton_rotate_and_store(
+            qkv,
+            cosine,
+            sine,
+            key_cache,
+            value_cache,
+            slots_on(qkv.device, slots),
+            norm_weight=norm_weight,
+            eps=eps,
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )
+    elif num_tokens:
         is_compiled = qkv.device.type == "cpu" and qkv.dtype in COMPILED_DTYPES
         rotate = compiled_rotate_and_store if is_compiled else reference_rotate_and_store
         rotate(

@@ -148,7 +148,7 @@ def plan_observatory(settings: ObservatorySettings, stem: str, cache_dir: Path) 
 
     Raises:
         ConfigError: a setting is malformed, or two contradict each other.
-        ExporterError: the address of a listener cannot be had.
+        ExporterError: the address of a listener cannot be had, or a folder cannot be written to.
     """
     listen = _unless_off(settings.metrics_listen)
     if listen is not None:
@@ -182,12 +182,12 @@ def _recorder_settings(settings: ObservatorySettings, stem: str, cache_dir: Path
         raise ConfigError("--record-dir is empty; name a folder, or leave it out to record nothing")
     if settings.record_dir is None and settings.flight_dir == OFF:
         return None
-    from kvwatch.recorder.part import RecorderSettings, check_settings
+    from kvwatch.recorder.part import RecorderSettings, check_folders, check_settings
 
-    flight_dir = cache_dir / "flight" if settings.flight_dir is None else Path(settings.flight_dir).expanduser()
+    flight_dir = cache_dir / "flight" if settings.flight_dir is None else _folder(settings.flight_dir, "--flight-dir")
     found = RecorderSettings(
         stem=stem,
-        record_dir=Path(settings.record_dir).expanduser() if settings.record_dir is not None else None,
+        record_dir=None if settings.record_dir is None else _folder(settings.record_dir, "--record-dir"),
         record_bytes=parse_bytes(settings.record_bytes, "--record-bytes"),
         file_bytes=parse_bytes(settings.record_file_bytes, "--record-file-bytes"),
         flight_dir=None if settings.flight_dir == OFF else flight_dir,
@@ -198,7 +198,15 @@ def _recorder_settings(settings: ObservatorySettings, stem: str, cache_dir: Path
         keep_token_ids=settings.record_token_ids,
     )
     check_settings(found)
+    check_folders(found)
     return found
+
+
+def _folder(text: str, flag: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{flag}: the ~ of {text!r} names nobody here; write the folder in full") from error
 
 
 def _unless_off(listen: str) -> str | None:

@@ -35,10 +35,12 @@ class ObservatorySettings(msgspec.Struct, frozen=True, kw_only=True):
     flight_dir: Annotated[
         str | None, setting("Folder of the flight recorder; `off` for none. Default: `flight` in the cache folder.")
     ] = None
-    flight_seconds: Annotated[float, setting("Seconds that the flight recorder is to hold.", minimum=1)] = 30.0
+    flight_seconds: Annotated[
+        float, setting("Seconds that the flight recorder is to hold.", minimum=1, maximum=86_400)
+    ] = 30.0
     flight_bytes: Annotated[str, setting("Size of the flight recorder's ring.")] = "16MiB"
     flight_slow_step: Annotated[
-        float, setting("A step of more seconds has the flight recorder written out.", minimum=0.001)
+        float, setting("A step of more seconds has the flight recorder written out.", minimum=0.001, maximum=86_400)
     ] = 5.0
     otlp_endpoint: Annotated[
         str | None, setting("OpenTelemetry collector, such as grpc://collector:4317; none exports nothing.")
@@ -52,7 +54,7 @@ class ObservatorySettings(msgspec.Struct, frozen=True, kw_only=True):
         float, setting("Part of the traces that begin here which is exported.", minimum=0, maximum=1)
     ] = 1.0
     trace_slow_seconds: Annotated[
-        float, setting("Requests that take longer are exported whatever was sampled.", minimum=0)
+        float, setting("Requests that take longer are exported whatever was sampled.", minimum=0, maximum=86_400)
     ] = 10.0
     log_format: Annotated[Literal["console", "json"], setting("Form of log lines.")] = "console"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], setting("Least severe lines shown.")] = "info"

@@ -7,6 +7,7 @@ A ring can only be replayed from a state on. So states are put into it again and
 a third of the time it is to hold, but so seldom that making them takes at most a two-hundredth of the time.
 """
 
+import errno
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,6 +32,9 @@ ASKED_DUMP_SECONDS = 1.0
 
 RETRY_SECONDS = 60.0
 """Pause after a ring could not be made."""
+
+LOOK_SECONDS = 1.0
+"""How often to look whether the ring's file is still there."""
 
 STATE_COST_RATIO = 200
 """States are at least so many times as far apart as making one takes."""
@@ -77,6 +81,7 @@ class FlightRecorder:
         self._now = now
         self._ring: FlightRing | None = None
         self._retry_at = 0.0
+        self._look_at = 0.0
         self._bytes_since_state = 0
         self._state_at: float | None = None
         self._state_seconds = 0.0
@@ -118,6 +123,7 @@ class FlightRecorder:
     @property
     def wants_state(self) -> bool:
         """Whether the ring needs a state. Tries to make a ring if there is none."""
+        self._let_go_of_a_removed_ring()
         ring = self._ring
         if ring is None:
             return self._now() >= self._retry_at and self.open()
@@ -127,6 +133,18 @@ class FlightRecorder:
         is_old = self._bytes_since_state > 0 and age >= self._settings.seconds / 3  # not while the engine is idle
         is_due = is_old or self._bytes_since_state >= ring.area_bytes // 4
         return is_due and age >= STATE_COST_RATIO * self._state_seconds
+
+    def _let_go_of_a_removed_ring(self) -> None:
+        """Notice now and then that somebody removed the ring's file: what goes there would outlive nothing."""
+        now = self._now()
+        if self._ring is None or now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
+        if self._ring.is_removed:
+            self._ring.close()
+            self._ring = None
+            error = FileNotFoundError(errno.ENOENT, "the file was removed")
+            self._count_error("the flight recorder's ring is made anew; what it held is lost", error)
 
     def note_state_cost(self, seconds: float) -> None:
         """Be told how long it took to make the state that is put next."""

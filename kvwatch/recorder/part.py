@@ -147,11 +147,7 @@ class RecorderPart:
         Raises:
             ExporterError: a folder that was asked for cannot be used.
         """
-        settings = self._settings
-        if settings.record_dir is not None:
-            _try_folder(settings.record_dir, "--record-dir")
-        if settings.flight_dir is not None and settings.is_flight_dir_asked_for:
-            _try_folder(settings.flight_dir, "--flight-dir")
+        check_folders(self._settings)
         if self._flight is not None:
             self._flight.open()
         self._thread.start()
@@ -336,6 +332,18 @@ def check_settings(settings: RecorderSettings) -> None:
             f"--flight-bytes {settings.flight_bytes} is out of range; it must be between {MIN_FLIGHT_BYTES} and "
             f"{MAX_RING_BYTES}"
         )
+
+
+def check_folders(settings: RecorderSettings) -> None:
+    """Make the folders that were asked for and try to write there.
+
+    Raises:
+        ExporterError: one cannot be used.
+    """
+    if settings.record_dir is not None:
+        _try_folder(settings.record_dir, "--record-dir")
+    if settings.flight_dir is not None and settings.is_flight_dir_asked_for:
+        _try_folder(settings.flight_dir, "--flight-dir")
 
 
 def _try_folder(folder: Path, flag: str) -> None:

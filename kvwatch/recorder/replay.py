@@ -12,7 +12,7 @@ from kvwatch.errors import RecordingError
 from kvwatch.ledger.ledger import CHECKED_TIER, Ledger
 from kvwatch.recorder.frames import FrameKind
 from kvwatch.recorder.reader import Frame, Gap, Recording
-from kvwatch.telemetry.events import StepCompleted
+from kvwatch.telemetry.events import StepCompleted, StepScheduled
 from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import EngineSnapshot
 
@@ -144,11 +144,19 @@ def _apply(ledger: Ledger, event: Event) -> None:
     if event.seq != ledger.next_seq:
         raise RecordingError(f"event {event.seq} stands where {ledger.next_seq} should; the recording is damaged")
     try:
+        if type(event) is StepScheduled:  # the ledger looks at what was written only when somebody asks
+            _check_written(ledger, event)
         ledger.apply(event)
     except CONTRADICTIONS as error:
         raise RecordingError(
             f"event {event.seq} contradicts the state before it ({error!r}); the recording is damaged"
         ) from error
+
+
+def _check_written(ledger: Ledger, event: StepScheduled) -> None:
+    blocks, capacity = event.written_block_ids, ledger.pool(CHECKED_TIER).capacity
+    if blocks and not 0 <= min(blocks) <= max(blocks) <= capacity:
+        raise IndexError(f"a block beyond {capacity} was written")
 
 
 def _check_reach(recording: Recording, target: Target, first_state: Frame) -> None:

@@ -110,6 +110,11 @@ class FlightRing:
         self.end_seq = span.end_seq
         return len(frame)
 
+    @property
+    def is_removed(self) -> bool:
+        """Whether the file has no name any more, so that nobody will find it."""
+        return os.fstat(self._fd).st_nlink == 0
+
     def image(self) -> bytes:
         """Return a copy of the whole file."""
         return self._map[:]

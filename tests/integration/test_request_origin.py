@@ -26,13 +26,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         ("/v1/chat/completions", HI, "blue", "chat", False, "blue"),
         ("/v1/chat/completions", {**HI, "stream": True}, "", "chat", True, ""),
         ("/v1/completions", {"prompt": "hi"}, "x" * 500, "text_completion", False, "x" * 128),
+        ("/v1/completions", {"prompt": "hi"}, "Zürich".encode(), "text_completion", False, "Zürich"),
+        ("/v1/completions", {"prompt": "hi"}, "Zürich".encode("latin-1"), "text_completion", False, "Zürich"),
     ],
 )
 def test_operation_stream_and_tenant_are_in_the_events_and_a_tenants_name_is_bounded(
     server: RunningServer,
     path: str,
     body: dict[str, object],
-    tenant: str,
+    tenant: str | bytes,
     operation: str,
     is_stream: bool,
     told: str,
@@ -41,7 +43,7 @@ def test_operation_stream_and_tenant_are_in_the_events_and_a_tenants_name_is_bou
     answer = httpx.post(
         f"{server.url}{path}",
         json={"model": MODEL, "max_tokens": 3, "temperature": 0.25, "seed": 9, **body},
-        headers={"x-kvwatch-tenant": tenant} if tenant else {},
+        headers=[(b"x-kvwatch-tenant", tenant.encode() if isinstance(tenant, str) else tenant)] if tenant else [],
         timeout=60,
     )
     assert answer.status_code == 200

@@ -75,8 +75,16 @@ class GenerationEndpoint:
             is_stream=plan.is_stream,
             trace_parent=record.trace.to_trace_parent(),
             trace_state=record.trace_state,
-            tenant=headers.get(TENANT_HEADER, "")[:MAX_TENANT_CHARS],
+            tenant=_utf8(headers.get(TENANT_HEADER, ""))[:MAX_TENANT_CHARS],
         )
+
+
+def _utf8(value: str) -> str:
+    """Return a header's value as its sender meant it: HTTP gives it as Latin-1, people write UTF-8."""
+    try:
+        return value.encode("latin-1").decode("utf-8")
+    except UnicodeError:
+        return value
 
 
 async def _collect(run: Run, record: RequestRecord) -> list[ChoiceDelta]:

@@ -5,11 +5,13 @@ Knows tensors and the launch table, not how the kernels work.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvwatch_kernels.dims import Int32Array
 from kvwatch_kernels.errors import ShapeError
 from kvwatch_kernels.quant import is_quantised
 from kvwatch_kernels.triton.attention_kernel import attention_kernel
@@ -32,7 +34,7 @@ LARGEST_HEAD_DIM: Final = 256
 class DeviceBatch:
     """The sequences of one step, on the device, and what the host must know of them.
 
-    The bounds decide how much is launched, never what is computed: a captured graph sets them to what its bucket may hold.
+    The bounds decide how much is launched, never what is computed: a captured graph sets them to what its bucket holds.
     """
 
     block_tables: Tensor
@@ -45,6 +47,57 @@ class DeviceBatch:
     """No sequence has more queries."""
     max_context_len: int
     """No context is longer."""
+    num_tokens: int | None = None
+    """How many there are, where the host knows."""
+
+    @classmethod
+    def of_arrays(
+        cls, block_tables: Int32Array, query_starts: Int32Array, context_lens: Int32Array, key_cache: Tensor
+    ) -> Self:
+        """Check a batch's arrays against each other and the cache, and copy them to its device.
+
+        Args:
+            block_tables: i32[num_seqs, max_blocks].
+            query_starts: i32[num_seqs + 1].
+            context_lens: i32[num_seqs].
+            key_cache: C[num_blocks, num_kv_heads, block_size, head_dim].
+
+        Raises:
+            ShapeError: lengths contradict each other, or a block id lies outside of the cache.
+        """
+        num_blocks, _, block_size, _ = key_cache.shape
+        query_lens = np.diff(query_starts)
+        if query_starts[0] != 0 or (query_lens < 0).any():
+            raise ShapeError(f"query_starts is {query_starts.tolist()}: must start at 0 and never fall")
+        room = block_tables.shape[1] * block_size
+        is_wrong = (query_lens > 0) & ((context_lens < query_lens) | (context_lens > room))
+        if is_wrong.any():
+            wrong = int(is_wrong.argmax())
+            raise ShapeError(
+                f"context_lens[{wrong}] is {context_lens[wrong]}: must be at least its {query_lens[wrong]} queries "
+                f"and at most the {room} tokens that a row of block_tables holds"
+            )
+        is_read = np.arange(block_tables.shape[1]) * block_size < np.where(query_lens > 0, context_lens, 0)[:, None]
+        read = block_tables[is_read]
+        if len(read) and (read.min() < 0 or read.max() >= num_blocks):
+            raise ShapeError(
+                f"block_tables names blocks {read.min()} to {read.max()}: the cache has blocks 0 to {num_blocks - 1}"
+            )
+        tables, starts, lens = (
+            torch.from_numpy(array).to(key_cache.device) for array in (block_tables, query_starts, context_lens)
+        )
+        longest = int(query_lens.max(initial=0)), int(context_lens.max(initial=0))
+        return cls(tables, starts, lens, *longest, num_tokens=int(query_starts[-1]))
+
+    def holding(self, num_tokens: int) -> Self:
+        """Return the batch, which must have exactly this many tokens.
+
+        Raises:
+            ShapeError: it was made of arrays that have another number of them.
+        """
+        if self.num_tokens not in (None, num_tokens):
+            raise ShapeError(f"query_starts ends at {self.num_tokens}: must end at {num_tokens}, the tokens in query")
+        return self
 
 
 def triton_paged_attention(
@@ -99,7 +152,7 @@ def triton_paged_attention(
         group,
     )
     blocks = num_tokens // (launch.block_m // group) + num_seqs
-    num_splits = _num_splits(batch, blocks * key_cache.shape[1], query.device, is_split)
+    num_splits = _num_splits(batch, blocks * key_cache.shape[1], query.device, is_split=is_split)
     partials = _partials(query, num_splits) if num_splits > 1 else (None, None, None)
     if has_bits is None:
         has_bits = key_cache.dtype == torch.float8_e4m3fn and not _converts_e4m3(key_cache.device)
@@ -219,7 +272,7 @@ def _have_same_strides(one: Tensor | None, other: Tensor | None) -> bool:
     return one is None or other is None or one.stride() == other.stride()
 
 
-def _num_splits(batch: DeviceBatch, num_programs: int, device: torch.device, is_split: bool | None) -> int:
+def _num_splits(batch: DeviceBatch, num_programs: int, device: torch.device, *, is_split: bool | None) -> int:
     """Return in how many splits a context is taken at most; 1: as a whole."""
     needed = -(-batch.max_context_len // SPLIT)
     if is_split is None:

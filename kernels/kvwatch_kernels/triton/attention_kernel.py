@@ -1,8 +1,9 @@
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN201  # device code: its types are Triton's, and its branches are for the compiler
 """One attention kernel for decode, chunked prefill and mixed batches, over plain and quantised paged caches.
 
-A program takes a tile of queries of one sequence, all heads that share one KV head, and the whole visible context or one
-split of it. Which sequence that is, it finds itself: the grid is an upper bound that needs no lengths on the host.
+A program takes a tile of queries of one sequence, all heads that share one KV head, and the whole visible context or
+one split of it. Which sequence that is, it finds itself: the grid is an upper bound that needs no lengths on the host.
 """
 
 import triton
@@ -80,7 +81,8 @@ def attention_kernel(
 ):
     """Grid (num_tokens // BLOCK_Q + num_seqs, num_kv_heads, splits); SPLIT 0: one split, results go to `out`.
 
-    Else sums, maxima and norms of each split go to f32[num_tokens, num_heads, num_splits, HEAD_DIM] and without HEAD_DIM.
+    Else each split's sums go to f32[num_tokens, num_heads, num_splits, HEAD_DIM], maxima and norms to the like without
+    HEAD_DIM.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     if SAME_STRIDES:  # so one offset serves both

@@ -124,13 +124,13 @@ def _attention_of(
         one_query=queries is Queries.DECODE,
     )
     cache = "u8" if has_bits else _TYPES[stored]
-    types = {name: f"*{_TYPES[query]}" for name in ("out", "query")}
-    types |= {name: f"*{cache}" for name in ("key_cache", "value_cache")}
-    types |= {name: "*i32" for name in ("block_tables", "query_starts", "context_lens")}
+    types = dict.fromkeys(("out", "query"), f"*{_TYPES[query]}")
+    types |= dict.fromkeys(("key_cache", "value_cache"), f"*{cache}")
+    types |= dict.fromkeys(("block_tables", "query_starts", "context_lens"), "*i32")
     if is_quantised(stored):
-        types |= {name: "*fp32" for name in ("key_scales", "value_scales")}
+        types |= dict.fromkeys(("key_scales", "value_scales"), "*fp32")
     if is_split:
-        types |= {name: "*fp32" for name in ("partial_sums", "partial_maxima", "partial_norms")}
+        types |= dict.fromkeys(("partial_sums", "partial_maxima", "partial_norms"), "*fp32")
     if has_alibi:
         types["alibi_slopes"] = "*fp32"
     types["scale"] = "fp32"

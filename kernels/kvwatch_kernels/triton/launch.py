@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Final
 
 SPLIT: Final = 512
-"""Tokens of one split of a context, counted from position 0: which tokens are summed together depends on positions only."""
+"""Tokens of one split of a context, counted from position 0: what is summed together depends on positions only."""
 
 
 class Queries(StrEnum):
@@ -37,7 +37,7 @@ class AttentionLaunch:
     """Sizes of one program of the attention kernel."""
 
     block_m: int
-    """Rows of a query tile: (query, head) pairs that share a KV head. At least 16, below which there is no matrix unit."""
+    """Rows of a query tile: (query, head) pairs that share a KV head. At least 16, as matrix units have it."""
     tile: int
     """Tokens of a tile of keys and values; it need not match the cache's block size."""
     num_warps: int
@@ -50,23 +50,23 @@ class AttentionLaunch:
 ATTENTION: Final[dict[tuple[Queries, Stored, int], AttentionLaunch]] = {
     # queries, stored, padded head size           block_m tile warps stages
     (Queries.DECODE, Stored.HALF, 64): AttentionLaunch(16, 64, 4, 3),
-    (Queries.DECODE, Stored.HALF, 128): AttentionLaunch(16, 64, 4, 3),
+    (Queries.DECODE, Stored.HALF, 128): AttentionLaunch(16, 32, 4, 3),
     (Queries.DECODE, Stored.HALF, 256): AttentionLaunch(16, 32, 4, 3),
     (Queries.PREFILL, Stored.HALF, 64): AttentionLaunch(64, 32, 4, 3),
     (Queries.PREFILL, Stored.HALF, 128): AttentionLaunch(64, 32, 8, 3),
     (Queries.PREFILL, Stored.HALF, 256): AttentionLaunch(32, 32, 8, 2),
     (Queries.DECODE, Stored.QUANTISED, 64): AttentionLaunch(16, 64, 4, 3),
-    (Queries.DECODE, Stored.QUANTISED, 128): AttentionLaunch(16, 64, 4, 3),
-    (Queries.DECODE, Stored.QUANTISED, 256): AttentionLaunch(16, 32, 4, 3),
+    (Queries.DECODE, Stored.QUANTISED, 128): AttentionLaunch(16, 32, 4, 3),
+    (Queries.DECODE, Stored.QUANTISED, 256): AttentionLaunch(16, 16, 4, 3),
     (Queries.PREFILL, Stored.QUANTISED, 64): AttentionLaunch(64, 32, 4, 3),
     (Queries.PREFILL, Stored.QUANTISED, 128): AttentionLaunch(64, 32, 8, 3),
-    (Queries.PREFILL, Stored.QUANTISED, 256): AttentionLaunch(32, 32, 8, 2),
-    (Queries.DECODE, Stored.FLOAT32, 64): AttentionLaunch(16, 32, 4, 2),
-    (Queries.DECODE, Stored.FLOAT32, 128): AttentionLaunch(16, 32, 4, 2),
-    (Queries.DECODE, Stored.FLOAT32, 256): AttentionLaunch(16, 16, 4, 2),
-    (Queries.PREFILL, Stored.FLOAT32, 64): AttentionLaunch(32, 32, 4, 2),
-    (Queries.PREFILL, Stored.FLOAT32, 128): AttentionLaunch(32, 32, 8, 2),
-    (Queries.PREFILL, Stored.FLOAT32, 256): AttentionLaunch(16, 16, 8, 2),
+    (Queries.PREFILL, Stored.QUANTISED, 256): AttentionLaunch(16, 16, 4, 3),
+    (Queries.DECODE, Stored.FLOAT32, 64): AttentionLaunch(16, 32, 4, 2, chunk=32),
+    (Queries.DECODE, Stored.FLOAT32, 128): AttentionLaunch(16, 32, 4, 2, chunk=32),
+    (Queries.DECODE, Stored.FLOAT32, 256): AttentionLaunch(16, 16, 8, 2, chunk=32),
+    (Queries.PREFILL, Stored.FLOAT32, 64): AttentionLaunch(16, 16, 4, 2, chunk=32),
+    (Queries.PREFILL, Stored.FLOAT32, 128): AttentionLaunch(16, 16, 4, 2, chunk=32),
+    (Queries.PREFILL, Stored.FLOAT32, 256): AttentionLaunch(16, 16, 8, 2, chunk=32),
 }
 """Launches by (queries, what is stored, head size rounded up to a power of two)."""
 

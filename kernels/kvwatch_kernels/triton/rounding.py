@@ -1,4 +1,5 @@
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN201, ANN202, RET505  # device code: its types are Triton's, and its branches are for the compiler
 """Quantising on the device, bit for bit as `kvwatch_kernels.quant` defines it. Knows one head at a time.
 
 Rounds in integers: no device need have the conversion, and no fused multiply-add can change a tie.
@@ -59,7 +60,7 @@ def _round_to_float8(x, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr, LARGEST
 
 @triton.jit
 def _shift_right(magnitude, shift):
-    """Significand of positive float32 bits, without its last `shift` bits (1 or more), rounded to nearest, ties to even."""
+    """Significand of positive float32 bits without its last `shift` bits, 1 or more: to nearest, ties to even."""
     significand = (magnitude & 0x7FFFFF) | 0x800000
     shift = tl.minimum(shift, 25)  # less than half of the lowest bit: 0
     kept = significand >> shift

@@ -1,8 +1,9 @@
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN202, RET505, SIM108  # device code: its types are Triton's, and its branches are for the compiler
 """Device functions of attention: scores, the online softmax, one run of tiles.
 
-Knows pointers to one sequence's table and to one KV head; nothing of batches or splits. Positions are 32-bit, everything
-that is added to a pointer is 64-bit.
+Knows pointers to one sequence's table and to one KV head; nothing of batches or splits. Positions are 32-bit, what is
+added to a pointer is 64-bit.
 """
 
 import triton
@@ -87,28 +88,25 @@ def _attend_tiles(
 ):
     """Take tiles `first_tile` to `end_tile - 1` into the running softmax.
 
-    sums f32[M, LANES], maxima and norms f32[M], queries T[M, LANES], positions i32[M], slopes f32[M]. Tokens outside of
-    `first_seen` to `last_seen` are seen by no row and not read. Without IS_EDGE every row sees every token of the tiles.
-    With CHUNK below LANES the queries are read again, CHUNK elements at a time: products without matrix units keep whole
-    rows in registers, and would not fit.
+    Shapes: sums f32[M, LANES], maxima and norms f32[M], queries T[M, LANES], positions i32[M], slopes f32[M]. No row
+    sees tokens outside of `first_seen` to `last_seen`, and they are not read. Without IS_EDGE every row sees all of the
+    tiles. With CHUNK below LANES the queries are read again, CHUNK elements at a time: without matrix units a product
+    keeps its whole rows in registers, where they would not fit.
     """
     lanes = tl.arange(0, LANES)
     is_lane = lanes < HEAD_DIM
     for tile in tl.range(first_tile, end_tile, num_stages=1 if IS_EDGE else None):
         tokens = tile * TILE + tl.arange(0, TILE)
         slots = (tokens % BLOCK_SIZE).to(tl.int64)
+        distances = tokens[None, :] - positions[:, None]
+        is_read = (tokens >= first_seen) & (tokens <= last_seen)
+        is_visible = is_read[None, :] & (distances <= 0)
+        if WINDOW > 0:
+            is_visible &= distances > -WINDOW
         if IS_EDGE:
-            is_read = (tokens >= first_seen) & (tokens <= last_seen)
             blocks = tl.load(table + tokens // BLOCK_SIZE, mask=is_read, other=0).to(tl.int64)
-            distances = tokens[None, :] - positions[:, None]
-            is_visible = is_read[None, :] & (distances <= 0)
-            if WINDOW > 0:
-                is_visible &= distances > -WINDOW
         else:
-            is_read = tokens >= 0
             blocks = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
-            distances = tokens[None, :] - positions[:, None]
-            is_visible = is_read[None, :] & (distances <= 0)
 
         key_places = keys_of_head + blocks * key_block_stride + slots * key_slot_stride
         value_places = values_of_head + blocks * value_block_stride + slots * value_slot_stride
@@ -181,10 +179,10 @@ def _load_scales(places, is_read, IS_EDGE: tl.constexpr, E4M3_BITS: tl.constexpr
 
 @triton.jit
 def _add_quantised(sums, weights, values, value_scales, is_visible, IS_EDGE: tl.constexpr):
-    """sums + weights x (values * scales), the scales folded into the weights.
+    """Add weights x (values * scales) to the sums, the scales folded into the weights.
 
-    In float16 such weights could become subnormal, so they are taken relative to the tile's largest scale. A scale of NaN
-    reaches the rows that see its token, and no others.
+    In float16 such weights could become subnormal, so they are taken relative to the tile's largest scale. A scale of
+    NaN reaches the rows that see its token, and no others.
     """
     if values.dtype == tl.float16:
         largest = tl.max(tl.where(value_scales < float("inf"), value_scales, 0.0), 0)
@@ -202,7 +200,7 @@ def _add_quantised(sums, weights, values, value_scales, is_visible, IS_EDGE: tl.
 
 @triton.jit
 def _add_partly_visible(sums, norms, weights, values, is_visible):
-    """sums + weights x values, and norms that are NaN for the rows that see a value that is not finite.
+    """Add weights x values to the sums; the norms become NaN for the rows that see a value that is not finite.
 
     A weight of zero does not keep NaN out of a product, so what is not finite is left out of it.
     """

@@ -1,7 +1,7 @@
 """Cache writes on a GPU: `kv_store`, and `rotate_and_store` with the rotary embedding and the norm fused in.
 
-Knows tensors, not how the kernels work. Arguments were checked one folder up. Slots are on the device: a step copies them
-once for all of its layers. Everything is enqueued on the current stream and nothing is read back.
+Knows tensors, not how the kernels work. Arguments were checked one folder up. Slots are on the device: a step copies
+them once for all of its layers. Everything is enqueued on the current stream and nothing is read back.
 """
 
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvwatch_kernels.dims import Int64Array
 from kvwatch_kernels.quant import QUANTISED_LIMITS
 from kvwatch_kernels.triton.launch import STORE_WARPS, padded_head_dim
 from kvwatch_kernels.triton.rounding import CODES
@@ -103,6 +104,11 @@ def triton_rotate_and_store(
         **store_constants(key_cache.dtype, block_size=key_cache.shape[2], head_dim=head_dim),
         num_warps=STORE_WARPS,
     )
+
+
+def slots_on(device: torch.device, slots: Int64Array) -> Tensor:
+    """Return checked slots on the device. A step that has many layers does this once."""
+    return torch.from_numpy(slots).to(device)
 
 
 def store_constants(dtype: torch.dtype, *, block_size: int, head_dim: int) -> dict[str, Any]:

@@ -32,6 +32,9 @@ MAX_REPLAYS = 4
 STALL_SECONDS = 10.0
 """A replay whose reader takes nothing for so long is given up, without an end marker."""
 
+LOG_SECONDS = 60.0
+"""At most one replay that came to nothing is logged in this time; all are counted."""
+
 BACK_OFF_SECONDS = 0.01
 REPLIES_BETWEEN_YIELDS = 32
 MAX_REQUEST_BYTES = 1_024
@@ -68,6 +71,7 @@ class Publisher:
         self._context = context
         self._live: zmq.Socket[bytes] | None = None
         self._replay: zmq.Socket[bytes] | None = None
+        self._logged: float | None = None
         self.num_batches = 0
         """Batches published."""
         self.num_replays = 0
@@ -182,13 +186,18 @@ class Publisher:
                     await asyncio.sleep(0)
             await _send(router, [identity, *END_FRAMES])
         except (zmq.ZMQError, TimeoutError) as error:
-            self.num_replays_given_up += 1
-            logger.info("a reader of KV events did not take its replay to the end", error=repr(error))
+            self._note_given_up("a reader of KV events did not take its replay to the end", error)
         except Exception as error:  # a defect of ours must not end the service for other readers
-            self.num_replays_given_up += 1
-            logger.warning("a replay of KV events failed", error=repr(error))
+            self._note_given_up("a replay of KV events failed", error)
         else:
             self.num_replays += 1
+
+    def _note_given_up(self, message: str, error: Exception) -> None:
+        self.num_replays_given_up += 1
+        now = time.monotonic()
+        if self._logged is None or now - self._logged >= LOG_SECONDS:  # readers that come and go cost no disk
+            self._logged = now
+            logger.warning(message, error=repr(error), num_given_up=self.num_replays_given_up)
 
 
 async def _send(router: zmq.asyncio.Socket, frames: list[bytes]) -> None:

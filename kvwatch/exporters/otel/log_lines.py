@@ -23,7 +23,9 @@ from kvwatch.exporters.otel.text import clean
 from kvwatch.telemetry.trace_context import is_trace_id
 
 OWN_LOGGERS = ("opentelemetry", "kvwatch.exporters.otel")
-"""Lines about exporting are not exported: a failure would cause the next one."""
+OWN_THREADS = "kvwatch-otlp_"
+"""Lines about exporting are not exported: each would cause the next one. That also concerns what the libraries below
+say on the senders' threads, such as a line for every connection at debug level."""
 
 LONG_RUNNING_EVENT = "kvwatch.request.running"
 

@@ -17,6 +17,7 @@ GRPC_PORT = 4317
 ENDPOINT_FLAG, PROTOCOL_FLAG, HEADERS_FLAG = "--otlp-endpoint", "--otlp-protocol", "--otlp-headers"
 _EXAMPLES = "grpc://collector:4317, http://collector:4318 or https://collector.example:443"
 _SCHEMES = {"grpc": False, "grpcs": True, "http": False, "https": True}
+_PRINTABLE = re.compile(r"[\x21-\x7e]+")
 _HEADER_NAME = re.compile(r"[0-9a-z_.-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 
@@ -74,8 +75,13 @@ def parse_endpoint(text: str, protocol: ProtocolSetting = "auto") -> Endpoint:
     Raises:
         ConfigError: it is no endpoint, holds credentials, or contradicts `protocol`.
     """
-    parts = urlsplit(text.strip())
+    try:
+        parts = urlsplit(text.strip())
+    except ValueError:
+        parts = SplitResult("", "", "", "", "")
     host, port = _host_and_port(parts)
+    if not _PRINTABLE.fullmatch(text.strip()) or parts.query or parts.fragment or port == 0:
+        host = ""
     if parts.scheme not in _SCHEMES or not host:
         raise ConfigError(f"{ENDPOINT_FLAG}: {_shown(text)} is no endpoint; write it like {_EXAMPLES}")
     if parts.username is not None or parts.password is not None:
@@ -86,6 +92,10 @@ def parse_endpoint(text: str, protocol: ProtocolSetting = "auto") -> Endpoint:
             f"{ENDPOINT_FLAG} {parts.scheme}:// contradicts {PROTOCOL_FLAG} http; write the endpoint with http:// or https://"
         )
     if protocol == "grpc" or is_grpc_scheme or (protocol == "auto" and port == GRPC_PORT):
+        if parts.path.strip("/"):
+            raise ConfigError(
+                f"{ENDPOINT_FLAG}: gRPC knows no path; leave out {parts.path}, or set {PROTOCOL_FLAG} http"
+            )
         return Endpoint("grpc", is_secure, f"{host}:{port or GRPC_PORT}")
     return Endpoint("http", is_secure, f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}")
 
@@ -100,7 +110,7 @@ def parse_headers(text: str) -> dict[str, str]:
     for pair in filter(None, (part.strip() for part in text.split(","))):
         name, separator, value = pair.partition("=")
         name, value = name.strip().lower(), unquote(value.strip())
-        if not separator or not _HEADER_NAME.fullmatch(name):
+        if not separator or not _HEADER_NAME.fullmatch(name) or name.endswith("-bin"):  # gRPC wants bytes there
             raise ConfigError(
                 f"{HEADERS_FLAG}: entry {len(headers) + 1} is no header; write name=value, with commas between entries"
             )

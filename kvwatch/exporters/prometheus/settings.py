@@ -14,6 +14,9 @@ MAX_NAMES = 20
 MAX_THRESHOLDS = 8
 """Bounds that are added to one histogram; each is a series."""
 
+MAX_SECONDS = 86_400
+"""Longest time that can be a threshold."""
+
 TENANT, ADAPTER = "tenant", "lora"
 TENANTS_SETTING, LORAS_SETTING = "--metrics-tenants", "--metrics-loras"
 SLO_SETTINGS: Mapping[str, Metric] = {
@@ -63,7 +66,7 @@ def parse_seconds(text: str | None, setting: str) -> tuple[float, ...]:
     """Return the thresholds of a list with commas, ascending, each once.
 
     Raises:
-        ConfigError: one is no positive, finite number, or there are more than `MAX_THRESHOLDS`.
+        ConfigError: one is not between 0 and `MAX_SECONDS`, or there are more than `MAX_THRESHOLDS`.
     """
     found: set[float] = set()
     for part in (text or "").split(","):
@@ -73,8 +76,10 @@ def parse_seconds(text: str | None, setting: str) -> tuple[float, ...]:
             seconds = float(part)
         except ValueError:
             seconds = math.nan
-        if not (math.isfinite(seconds) and seconds > 0):
-            raise ConfigError(f"{setting}: {part.strip()!r} is no time in seconds; write for instance 0.2,0.5")
+        if not 0 < seconds <= MAX_SECONDS:
+            raise ConfigError(
+                f"{setting}: {part.strip()!r} is no time in seconds; write for instance 0.2,0.5; at most a day"
+            )
         found.add(seconds)
     if len(found) > MAX_THRESHOLDS:
         raise ConfigError(

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import structlog
 import zmq
 from kv_event_reader import TOPIC, fetch_replay
 
@@ -109,8 +110,10 @@ def test_readers_that_stop_reading_are_given_up_and_others_are_served(
             for dealer in stuck:
                 dealer.close()
 
-    assert while_serving(publisher, act) == 10
+    with structlog.testing.capture_logs() as lines:
+        assert while_serving(publisher, act) == 10
     assert publisher.num_replays_given_up >= 3
+    assert sum("did not take its replay" in line["event"] for line in lines) == 1, "one line a minute, not one each"
 
 
 def test_a_reader_that_goes_away_in_the_middle_hurts_nobody(publisher: Publisher, context: Context) -> None:

@@ -2,7 +2,7 @@
 
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from otlp_receiver import attributes
 
 from kvwatch.exporters.otel.log_lines import MAX_LINE, LineHandler, LogEncoder
 from kvwatch.exporters.otel.request_trace import RequestTrace
+from kvwatch.exporters.otel.sender import Sender
 from kvwatch.logs import bind_request, configure_logs
 from kvwatch.telemetry.trace_context import begin_trace
 
@@ -107,6 +108,22 @@ def test_lines_about_exporting_are_not_exported(shipped: list[ReadableLogRecord]
     logging.getLogger("opentelemetry.exporter.otlp").error("failed")
 
     assert shipped == []
+
+
+def test_what_libraries_say_while_they_export_is_not_exported(shipped: list[ReadableLogRecord]) -> None:
+    logging.getLogger().setLevel("DEBUG")
+
+    def export(batch: Sequence[int]) -> bool:
+        logging.getLogger("urllib3.connectionpool").debug("POST /v1/logs %s", batch)
+        return True
+
+    sender = Sender("otlp_logs", export, lambda: None, max_queued=1, max_batch=1)
+    sender.start()
+    sender.put(1)
+    sender.stop(10)
+
+    assert sender.num_sent == 1
+    assert not shipped
 
 
 def test_a_line_is_bounded_and_survives_hostile_text(shipped: list[ReadableLogRecord]) -> None:

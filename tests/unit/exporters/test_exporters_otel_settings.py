@@ -37,10 +37,21 @@ def test_signals_have_urls_of_their_own_over_http() -> None:
     assert endpoint.url("logs") == "https://collector.example/otlp/v1/logs"
 
 
-@pytest.mark.parametrize("text", ["collector:4317", "localhost", "", "ftp://collector", "grpc://", "http://host:port"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "collector:4317", "localhost", "", "ftp://collector", "grpc://", "http://host:port", "http://[::1",
+        "http://host:0", "http://host/?key=a", "http://host/#a", "http://ho st", "http://ho\0st", "http://h\u00f6st",
+    ],
+)  # fmt: skip
 def test_what_is_no_endpoint_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--otlp-endpoint.*grpc://collector:4317"):
         parse_endpoint(text)
+
+
+def test_a_path_is_refused_where_grpc_would_drop_it_without_a_word() -> None:
+    with pytest.raises(ConfigError, match="gRPC knows no path; leave out /otlp"):
+        parse_endpoint("grpc://collector/otlp")
 
 
 def test_a_grpc_endpoint_cannot_be_spoken_to_over_http() -> None:
@@ -63,7 +74,7 @@ def test_headers_are_pairs_with_commas_between_them() -> None:
     assert parse_headers("") == {}
 
 
-@pytest.mark.parametrize("text", ["hunter2", "a b=hunter2", "=hunter2", "x=hunter2%0Aevil"])
+@pytest.mark.parametrize("text", ["hunter2", "a b=hunter2", "=hunter2", "x=hunter2%0Aevil", "x-bin=hunter2"])
 def test_a_header_that_cannot_be_sent_is_refused_without_showing_its_value(text: str) -> None:
     with pytest.raises(ConfigError, match="--otlp-headers") as caught:
         parse_headers(text)

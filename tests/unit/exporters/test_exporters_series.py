@@ -172,7 +172,7 @@ def test_thresholds_touch_no_other_histogram() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan", "1;2", "0.2,,x"])
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan", "1;2", "0.2,,x", "1e300"])
 def test_a_threshold_that_is_no_time_is_refused_with_a_remedy(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--slo-ttft: .* is no time in seconds; write for instance"):
         parse_seconds(text, "--slo-ttft")

@@ -7,8 +7,6 @@ import torch
 from kernel_batches import DenseSequence, PagedBatch, dense_sequence, naive_attention, paged_batch
 from torch import Tensor
 
-from kvwatch_kernels.reference import reference_paged_attention
-
 Attend = Callable[[PagedBatch, int | None], Tensor]
 
 
@@ -17,19 +15,7 @@ def attend_compiled(batch: PagedBatch, window: int | None) -> Tensor:
 
 
 def attend_by_reference(batch: PagedBatch, window: int | None) -> Tensor:
-    out = torch.empty_like(batch.query)
-    reference_paged_attention(
-        batch.query,
-        batch.key_cache,
-        batch.value_cache,
-        block_tables=batch.block_tables,
-        query_starts=batch.query_starts,
-        context_lens=batch.context_lens,
-        scale=batch.scale,
-        sliding_window=window,
-        out=out,
-    )
-    return out
+    return batch.attend_by_reference(window)
 
 
 def mixed_sequences(block_size: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> list[DenseSequence]:

@@ -21,6 +21,8 @@ from kvwatch_kernels.cpu.compiled import entry_point
 from kvwatch_kernels.cpu.memory import fetch_add, i64_at
 from kvwatch_kernels.cpu.threads import Launch, call_on_threads, find_torch_pool, make_python_pool
 from kvwatch_kernels.cpu.warmup import warm_up
+from kvwatch_kernels.kv_store import kv_store
+from kvwatch_kernels.quant import QUANTISED_LIMITS
 from kvwatch_kernels.rms_norm import rms_norm
 from kvwatch_kernels.rotary import rotate_and_store
 
@@ -100,6 +102,25 @@ def test_the_interpreter_is_free_while_compiled_code_runs() -> None:
     finally:
         is_done.set()
         other.join()
+
+
+@pytest.mark.parametrize("stored", list(QUANTISED_LIMITS), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_after_the_warm_up_no_use_of_a_quantised_cache_compiles_anything(
+    dtype: torch.dtype, stored: torch.dtype
+) -> None:
+    warm_up(dtype, 9, 3, 64, 16, cache_dtype=stored)
+
+    with install_recorder("numba:compile") as recorder:
+        sequences = [dense_sequence(70, 300, dtype=dtype), dense_sequence(1, 2, dtype=dtype)]
+        paged_batch(sequences, block_size=8).quantised(stored).attend()
+        cache, scales = torch.zeros(4, 2, 8, 24).to(stored), torch.zeros(4, 2, 8)
+        key, angles = torch.ones(5, 2, 24, dtype=dtype), torch.ones(5, 12, dtype=dtype)
+        kv_store(key, key, cache, cache, np.arange(5), key_scales=scales, value_scales=scales)
+        qkv = torch.ones(5, 7, 24, dtype=dtype)
+        rotate_and_store(qkv, angles, angles, cache, cache, np.arange(5), key_scales=scales, value_scales=scales)
+
+    assert recorder.buffer == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -118,12 +118,19 @@ def test_recordings_and_stream_name_a_run_of_the_engine_alike(tmp_path: Path) ->
         ({"grpc_listen": "127.0.0.1:0", "grpc_token_file": "no-such-file"}, "--grpc-token-file"),
         ({"grpc_listen": "127.0.0.1:0", "grpc_cert": "only-one"}, "--grpc-key"),
         ({"metrics_listen": "nowhere"}, "--metrics-listen"),
+        ({"metrics_listen": "..:1"}, "--metrics-listen"),
+        ({"grpc_listen": "a..b:1"}, "--grpc-listen"),
+        ({"record_dir": "~nobody-of-that-name/x"}, "--record-dir"),
+        ({"flight_dir": "~nobody-of-that-name"}, "--flight-dir"),
+        ({"record_dir": "/dev/null/x"}, "--record-dir"),
+        ({"flight_dir": "/dev/null"}, "--flight-dir"),
+        ({"slo_ttft": "1e300"}, "--slo-ttft"),
     ],
 )
 def test_a_wrong_setting_is_named_before_anything_is_built(
     tmp_path: Path, given: dict[str, object], named: str
 ) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises((ConfigError, ExporterError), match=named):
         plan_observatory(settings(**given), "a.0", tmp_path)
 
 

@@ -1,5 +1,6 @@
 """The flight recorder: what it holds, when it is written out, what it costs."""
 
+import shutil
 import time
 import tracemalloc
 from concurrent.futures import Future
@@ -313,6 +314,22 @@ def test_a_ring_that_cannot_be_made_is_tried_again_later(tmp_path: Path, monkeyp
     (path,) = folder.glob("*.kvring")
     with Recording(path) as recording:
         assert ledger_at(recording, Target()).differences(stage.core.snapshot()) == []
+    stage.close()
+
+
+def test_a_ring_that_was_removed_is_made_anew_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_module, "LOOK_SECONDS", 0.0)
+    folder = tmp_path / "flight"
+    stage = flight_stage(folder)
+    stage.run(20)
+    shutil.rmtree(folder)
+    stage.run(20)
+
+    (path,) = folder.glob("*.kvring")
+    assert path == stage.part.ring_path
+    with Recording(path) as recording:  # what a kill would leave
+        assert ledger_at(recording).differences(stage.core.snapshot()) == []
+    assert next(s.value for s in stage.part.samples() if s.metric is m.TELEMETRY_ERRORS) == 1
     stage.close()
 
 

@@ -436,6 +436,7 @@ def test_a_state_that_makes_no_sense_is_a_named_error(tmp_path: Path, changes: d
         ev.BlocksReleased("r", 0, [-99], "finished"),
         ev.BlocksStored([b"a"], [1, 2], None),
         ev.StepScheduled([], [], 0, 0, [1], []),
+        ev.StepScheduled([], [], 0, 0, [99], [1]),
         ev.StepCompleted(0, 0, 0, 0, 0, 0, [], [], 0, 0, 0, 0, 0, 0, {}, seq=7),
     ],
 )

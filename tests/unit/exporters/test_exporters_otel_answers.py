@@ -1,0 +1,61 @@
+"""What a collector answers over HTTP costs neither memory nor time, and only what was taken counts as taken."""
+
+import time
+import tracemalloc
+
+import pytest
+from otlp_receiver import babbling_collector, http_collector
+
+from kvwatch.exporters.otel.settings import parse_endpoint
+from kvwatch.exporters.otel.transport import Transport, make_transport
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-protobuf\r\n"
+
+
+def transport(endpoint: str) -> Transport:
+    return make_transport(parse_endpoint(endpoint), {}, 1.0)
+
+
+def test_an_answer_that_does_not_end_is_not_kept() -> None:
+    with babbling_collector(OK + b"\r\n", b"x" * 65_536, 512, 0.0) as endpoint:
+        tracemalloc.start()
+        try:
+            assert transport(endpoint).send_spans(())
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+
+    assert peak < 4 << 20, "the answer has 32 MB"
+
+
+def test_an_answer_that_comes_byte_by_byte_is_not_waited_for() -> None:
+    with babbling_collector(OK + b"Content-Length: 1000000\r\n\r\n", b"x", 60, 0.1) as endpoint:
+        begin = time.monotonic()
+        assert transport(endpoint).send_spans(())
+
+        assert time.monotonic() - begin < 4
+
+
+def test_a_chunked_answer_is_read_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    with babbling_collector(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n0\r\n\r\n", 1, 0.0) as endpoint:
+        assert transport(endpoint).send_spans(())
+
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_takes_nothing_and_the_log_says_so(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    head = f"HTTP/1.1 {status} Elsewhere\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n".encode()
+    with babbling_collector(head, b"", 0, 0.0) as endpoint:
+        assert not transport(endpoint).send_spans(())
+
+    assert f"answers {status}, a redirect" in caplog.text
+
+
+def test_exports_in_a_row_are_all_taken() -> None:
+    with http_collector() as collected:
+        sending = transport(collected.endpoint)
+        for _ in range(5):
+            assert sending.send_spans(())
+
+        assert len(collected.trace_requests) == 5
