@@ -1,7 +1,7 @@
 # The whole contributor interface. Each target sets up what it needs; flags go through ARGS, for instance
 #   make serve ARGS="--port 8001 --num-blocks 500"
 #   make test ARGS="-k scheduler -x"
-.PHONY: install serve test test-all check fix bench derive clean help
+.PHONY: install serve test test-all test-gpu check fix bench bench-gpu mutate derive clean help
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
@@ -62,6 +62,16 @@ derive: $(STAMP) ## write what is generated from the declarations
 
 bench: $(STAMP) ## benchmarks as JSON; exits 1 when a budget is missed
 	$(BIN)/python tests/perf/bench.py $(ARGS)
+
+mutate: $(STAMP) promtool ## deliberate faults, one by one: each must make a test fail
+	PYTHONPATH=tests $(BIN)/python -m mutate.run $(ARGS)
+
+# Nothing is installed: the interpreter that PYTHON names brings torch, triton, pytest and what the packages import.
+test-gpu: ## the kernels and the engine on a GPU, with PYTHON=/path/to/python
+	$(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir tests/gpu tests/gpu $(ARGS)
+
+bench-gpu: ## attention on a GPU beside torch's and, if installed, FlashInfer's and flash-attn's, with PYTHON=...
+	PYTHONPATH=tests:engine:kernels:. $(PYTHON) tests/perf/gpu/bench_gpu.py $(ARGS)
 
 clean: ## remove the environment and all caches
 	rm -rf $(VENV) .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

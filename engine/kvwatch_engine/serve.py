@@ -283,6 +283,7 @@ def make_kv_events(settings: ServeSettings, clock: Clock) -> list[Part]:
 
     Raises:
         ConfigError: an endpoint is malformed, out of range, or collides with another.
+        ExporterError: an endpoint is taken or cannot be used.
     """
     if settings.kv_events is None:
         if settings.kv_events_replay is not None:
@@ -298,7 +299,9 @@ def make_kv_events(settings: ServeSettings, clock: Clock) -> list[Part]:
         mode=settings.kv_events_socket,
         dp_rank=settings.dp_rank,
     )
-    return [KVEvents(found, clock)]
+    publisher = KVEvents(found, clock)
+    publisher.check()
+    return [publisher]
 
 
 def _raise_open_files_limit() -> None:

@@ -123,6 +123,7 @@ class StreamServer:
         self._num_errors = 0
         self._source: Source | None = None
         self._requests = StructCodec(SubscribeRequest)
+        self._snapshot_requests = StructCodec(SnapshotRequest)
         self._parts = StructCodec(SnapshotPart)
         self.epoch = epoch or secrets.token_hex(8)
         """Names this run of the engine; another after every restart."""
@@ -195,10 +196,9 @@ class StreamServer:
         guards = [TokenGuard(self._tokens)] if self._tokens else []
         server = grpc.aio.server(interceptors=guards, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         handlers = {
-            SUBSCRIBE.name: grpc.unary_stream_rpc_method_handler(self._subscribe, self._requests.decode),
-            SNAPSHOT.name: grpc.unary_stream_rpc_method_handler(
-                self._snapshot, StructCodec(SnapshotRequest).decode, self._parts.encode
-            ),
+            # Requests come as bytes: what gRPC cannot decode by itself it logs with a traceback, each time.
+            SUBSCRIBE.name: grpc.unary_stream_rpc_method_handler(self._subscribe),
+            SNAPSHOT.name: grpc.unary_stream_rpc_method_handler(self._snapshot, response_serializer=self._parts.encode),
         }
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)])
         add_HealthServicer_to_server(health, server)
@@ -223,14 +223,14 @@ class StreamServer:
                 f"{LISTEN_SETTING}: gRPC cannot listen on {target} ({error}); stop what listens there or choose another"
             ) from error
 
-    async def _subscribe(self, request: SubscribeRequest, context: Any) -> None:
+    async def _subscribe(self, request: bytes, context: Any) -> None:
         assert self._source is not None
         if self.num_subscribers >= MAX_SUBSCRIBERS:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_SUBSCRIBERS} subscribers are connected; end one of them"
             )
         try:
-            subscription = Subscription(self._source, request, context.write)
+            subscription = Subscription(self._source, self._requests.decode(request), context.write)
         except StreamError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             return
@@ -247,8 +247,13 @@ class StreamServer:
             self._subscribers = self._subscribers.left_by(subscription)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "this engine's telemetry has ended; connect again later")
 
-    async def _snapshot(self, _request: SnapshotRequest, context: Any) -> None:
+    async def _snapshot(self, request: bytes, context: Any) -> None:
         assert self._source is not None
+        try:
+            self._snapshot_requests.decode(request)
+        except StreamError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            return
         try:
             snapshot = await self._source.snapshots.take()
         except ControlError as error:

@@ -55,7 +55,8 @@ class Tap:
         text = ""
         while (line := self._next(seconds)) is not None:
             text += line
-        found = json.loads(text)
+        # What else it receives meanwhile it prints from other threads, each message on a line of its own.
+        found, _ = json.JSONDecoder().raw_decode(text[text.index("{\n") :])
         assert isinstance(found, dict)
         return found
 

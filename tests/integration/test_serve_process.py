@@ -182,12 +182,15 @@ def test_a_wrong_setting_is_one_line_that_says_what_to_do(folder: Path, flags: l
 def test_a_taken_port_is_named(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        for flags in (["--port", port], ["--port", "0", "--metrics-listen", f"127.0.0.1:{port}"]):
+        kv_events = ["--kv-events", f"tcp://127.0.0.1:{port}", "--kv-events-socket", "bind"]
+        quiet = ["--port", "0", "--metrics-listen", "off", "--grpc-listen", "off", "--flight-dir", "off"]
+        for flags in (["--port", port], ["--port", "0", "--metrics-listen", f"127.0.0.1:{port}"], quiet + kv_events):
             command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(folder), *flags]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
             assert done.returncode == 2
             assert port in done.stderr
             assert "Traceback" not in done.stderr
+            assert "loading" not in done.stderr, "whoever mistyped a port does not wait for a model"
 
 
 def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:

@@ -106,6 +106,19 @@ def test_a_follower_is_kept_up_to_date(stage: StreamStage) -> None:
     assert (follower.calls[0], follower.calls[-1]) == ("load", "publish")
 
 
+@pytest.mark.parametrize("method", ["Subscribe", "Snapshot"])
+def test_bytes_that_are_no_request_are_refused_and_cost_no_traceback_in_the_log(
+    stage: StreamStage, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with grpc.insecure_channel(stage.address) as channel:
+        call = channel.unary_stream(f"/kvwatch.v1.Telemetry/{method}")
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(b"\xff\xff\xff", timeout=10))
+
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_a_wrong_request_is_refused_with_the_remedy(stage: StreamStage) -> None:
     with connected(stage) as client:
         with pytest.raises(StreamError, match=r"did you mean request.finished.*INVALID_ARGUMENT"):

@@ -72,6 +72,15 @@ class KVEvents:
         """It follows the log itself."""
         return self
 
+    def check(self) -> None:
+        """Find out now what `open` would be refused; nothing stays open.
+
+        Raises:
+            ExporterError: an endpoint is taken or cannot be used.
+        """
+        self.publisher.open()
+        self.publisher.close()
+
     def open(self) -> None:
         """Bind or connect.
 

@@ -128,7 +128,7 @@ class LineHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Hand a line on, unless it is about exporting."""
-        if record.name.startswith(OWN_LOGGERS):
+        if record.name.startswith(OWN_LOGGERS) or (record.threadName or "").startswith(OWN_THREADS):
             return
         try:
             self._put(self._encoder.line(record))

@@ -4,6 +4,7 @@ An exporter is called from one thread, that of its sender; `shutdown` may come f
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -71,19 +72,26 @@ def make_transport(endpoint: Endpoint, headers: dict[str, str], timeout_seconds:
 
 
 class FailureReasons(logging.Handler):
-    """Keeps the SDK's last complaint instead of printing it: senders say it once a minute, with what was lost.
+    """Keeps the SDK's last complaint on each thread instead of printing it.
+
+    Senders say theirs once a minute, with what was lost.
 
     The SDK writes a line for every attempt, and for every malformed header that a caller sends.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.last = ""
+        self._last: dict[str, str] = {}
+
+    @property
+    def last(self) -> str:
+        """The last complaint on the thread that asks; empty if there was none."""
+        return self._last.get(threading.current_thread().name, "")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the message if an exporter wrote it."""
         if record.name.startswith(EXPORTER_LOGGER):
-            self.last = record.getMessage()
+            self._last[record.threadName or ""] = record.getMessage()
 
     def attach(self) -> Callable[[], None]:
         """Take the SDK's lines from now on; return what gives them back."""

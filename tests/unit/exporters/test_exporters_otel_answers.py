@@ -1,5 +1,7 @@
 """What a collector answers over HTTP costs neither memory nor time, and only what was taken counts as taken."""
 
+import logging
+import threading
 import time
 import tracemalloc
 
@@ -7,7 +9,7 @@ import pytest
 from otlp_receiver import babbling_collector, http_collector
 
 from kvwatch.exporters.otel.settings import parse_endpoint
-from kvwatch.exporters.otel.transport import Transport, make_transport
+from kvwatch.exporters.otel.transport import FailureReasons, Transport, make_transport
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-protobuf\r\n"
 
@@ -59,3 +61,27 @@ def test_exports_in_a_row_are_all_taken() -> None:
             assert sending.send_spans(())
 
         assert len(collected.trace_requests) == 5
+
+
+def test_each_sender_says_why_it_failed_itself() -> None:
+    reasons = FailureReasons()
+    detach = reasons.attach()
+    exporter = logging.getLogger("opentelemetry.exporter.otlp")
+    told: dict[str, str] = {}
+    both_have_failed = threading.Barrier(2, timeout=10)
+
+    def fail(signal: str) -> None:
+        exporter.warning("no %s", signal)
+        both_have_failed.wait()
+        told[signal] = reasons.last
+
+    threads = [threading.Thread(target=fail, args=(signal,), name=signal) for signal in ("spans", "metrics")]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+    finally:
+        detach()
+
+    assert told == {"spans": "no spans", "metrics": "no metrics"}
