@@ -54,7 +54,7 @@ ATTENTION: Final[dict[tuple[Queries, Stored, int], AttentionLaunch]] = {
     (Queries.DECODE, Stored.HALF, 256): AttentionLaunch(16, 32, 4, 3),
     (Queries.PREFILL, Stored.HALF, 64): AttentionLaunch(64, 32, 4, 3),
     (Queries.PREFILL, Stored.HALF, 128): AttentionLaunch(64, 32, 8, 3),
-    (Queries.PREFILL, Stored.HALF, 256): AttentionLaunch(32, 32, 8, 2),
+    (Queries.PREFILL, Stored.HALF, 256): AttentionLaunch(32, 16, 8, 3),
     (Queries.DECODE, Stored.QUANTISED, 64): AttentionLaunch(16, 64, 4, 3),
     (Queries.DECODE, Stored.QUANTISED, 128): AttentionLaunch(16, 32, 4, 3),
     (Queries.DECODE, Stored.QUANTISED, 256): AttentionLaunch(16, 16, 4, 3),

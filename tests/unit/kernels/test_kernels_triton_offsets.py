@@ -14,14 +14,18 @@ from kernel_batches import PagedBatch, dense_sequence, paged_batch
 from torch import Tensor
 from triton_cases import attend_in_triton
 
-from kvwatch_kernels.triton.copy import triton_block_copy
+from kvwatch_kernels.triton.copy import triton_block_copy, triton_gather_blocks, triton_scatter_blocks
 from kvwatch_kernels.triton.store import triton_kv_store, triton_rotate_and_store
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # NumPy's, about NaN
 
 
 def spread(tensor: Tensor, dim: int) -> Tensor:
-    """A copy whose last row along `dim` lies more than 2 to the 31 elements from the first."""
+    """A copy whose last row along `dim` lies more than 2 to the 31 elements from the first.
+
+    With three rows or more the stride itself fits in 32 bits: only its product with an index does not.
+    """
+    assert tensor.shape[dim] > 2
     stride = 2**31 // (tensor.shape[dim] - 1) + 64
     inner = [size for place, size in enumerate(tensor.shape) if place != dim]
     strides = torch.empty(inner, device="meta").stride()
@@ -32,23 +36,24 @@ def spread(tensor: Tensor, dim: int) -> Tensor:
 
 
 @cache
-def some_batch() -> PagedBatch:
-    """A batch that reads the last block of its cache, in tiles that are whole and in tiles that are not."""
-    sequences = [dense_sequence(2, 100, dtype=torch.float16), dense_sequence(1, 70, dtype=torch.float16)]
-    batch = paged_batch(sequences, seed=0)
-    assert batch.block_tables[:, :2].max() == len(batch.key_cache) - 1
-    return batch
+def some_batch(*, has_whole_tiles: bool = False) -> PagedBatch:
+    """A batch that reads the last block of its cache; all of its tiles are whole, or none is."""
+    lengths = ((1, 128), (1, 64), (1, 192)) if has_whole_tiles else ((2, 20), (1, 17), (1, 5))
+    batch = paged_batch([dense_sequence(*pair, heads=(6, 3), dtype=torch.float16) for pair in lengths])
+    end = int(batch.block_tables.max()) + 1
+    return replace(batch, key_cache=batch.key_cache[:end], value_cache=batch.value_cache[:end])
 
 
 @cache
-def expected() -> Tensor:
-    return attend_in_triton(some_batch())
+def expected(*, has_whole_tiles: bool = False) -> Tensor:
+    return attend_in_triton(some_batch(has_whole_tiles=has_whole_tiles))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["block", "head", "slot"])
 @pytest.mark.parametrize("side", ["key_cache", "value_cache", "both"])
-def test_a_cache_may_be_spread_wide(side: str, dim: int) -> None:
-    batch = some_batch()
+@pytest.mark.parametrize("has_whole_tiles", [False, True])
+def test_a_cache_may_be_spread_wide(has_whole_tiles: bool, side: str, dim: int) -> None:
+    batch = some_batch(has_whole_tiles=has_whole_tiles)
     keys, values = batch.key_cache, batch.value_cache
     if side in ("key_cache", "both"):
         keys = spread(keys, dim)
@@ -57,7 +62,7 @@ def test_a_cache_may_be_spread_wide(side: str, dim: int) -> None:
 
     out = attend_in_triton(replace(batch, key_cache=keys, value_cache=values))
 
-    assert torch.equal(out, expected())
+    assert torch.equal(out, expected(has_whole_tiles=has_whole_tiles))
 
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["block", "head"])
@@ -73,14 +78,23 @@ def test_scales_may_be_spread_wide(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["token", "head"])
-@pytest.mark.parametrize("is_split", [False, True])
-def test_queries_and_results_may_be_spread_wide(is_split: bool, dim: int) -> None:
+def test_queries_and_results_may_be_spread_wide(dim: int) -> None:
     batch = some_batch()
     out = spread(torch.zeros_like(batch.query), dim)
 
-    attend_in_triton(replace(batch, query=spread(batch.query, dim)), out=out, is_split=is_split)
+    attend_in_triton(replace(batch, query=spread(batch.query, dim)), out=out)
 
     assert torch.equal(out, expected())
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["token", "head"])
+def test_results_of_splits_may_be_spread_wide(dim: int) -> None:
+    batch = paged_batch([dense_sequence(*pair, heads=(3, 1)) for pair in ((1, 5), (1, 17), (1, 520))])
+    out = spread(torch.zeros_like(batch.query), dim)
+
+    attend_in_triton(batch, out=out, is_split=True)
+
+    assert torch.equal(out, attend_in_triton(batch, is_split=True))
 
 
 def test_block_tables_may_be_spread_wide() -> None:
@@ -93,11 +107,11 @@ def test_block_tables_may_be_spread_wide() -> None:
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["block", "head", "slot"])
 @pytest.mark.parametrize("is_rotated", [False, True])
 def test_stores_reach_a_cache_that_is_spread_wide(is_rotated: bool, dim: int) -> None:
-    near = [torch.zeros((3, 2, 8, 64), dtype=torch.int8) for _ in range(2)]
-    near_scales = [torch.zeros((3, 2, 8)) for _ in range(2)]
+    near = [torch.zeros((3, 3, 8, 64), dtype=torch.int8) for _ in range(2)]
+    near_scales = [torch.zeros((3, 3, 8)) for _ in range(2)]
     far = [spread(cache, dim) for cache in near]
     far_scales = [spread(scales, min(dim, 1)) for scales in near_scales]
-    qkv, slots = torch.randn(3, 6, 64), torch.tensor([23, 9, 2])
+    qkv, slots = torch.randn(3, 9, 64), torch.tensor([23, 9, 2])
     angles = torch.randn(3, 32)
 
     for caches, scales in ((near, near_scales), (far, far_scales)):
@@ -107,7 +121,7 @@ def test_stores_reach_a_cache_that_is_spread_wide(is_rotated: bool, dim: int) ->
                 qkv.clone(), angles.cos(), angles.sin(), caches[0], caches[1], slots, norm_weight=None, eps=0.0, **sides
             )
         else:
-            triton_kv_store(qkv[:, 2:4], qkv[:, 4:], caches[0], caches[1], slots, **sides)
+            triton_kv_store(qkv[:, 3:6], qkv[:, 6:], caches[0], caches[1], slots, **sides)
 
     assert all(cache.any() for cache in near)
     assert all(torch.equal(*pair) for pair in zip((*near, *near_scales), (*far, *far_scales), strict=True))
@@ -115,23 +129,23 @@ def test_stores_reach_a_cache_that_is_spread_wide(is_rotated: bool, dim: int) ->
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["token", "head"])
 def test_what_is_stored_may_be_spread_wide(dim: int) -> None:
-    qkv, slots = torch.randn(3, 6, 64), torch.tensor([23, 9, 2])
+    qkv, slots = torch.randn(3, 9, 64), torch.tensor([23, 9, 2])
     far = spread(qkv, dim)
     angles = torch.randn(3, 32)
-    stored = [[torch.zeros(3, 2, 8, 64) for _ in range(4)] for _ in range(2)]
+    stored = [[torch.zeros(3, 3, 8, 64) for _ in range(4)] for _ in range(2)]
 
     for source, caches in ((qkv, stored[0]), (far, stored[1])):
-        triton_kv_store(source[:, 2:4], source[:, 4:], caches[0], caches[1], slots)
+        triton_kv_store(source[:, 3:6], source[:, 6:], caches[0], caches[1], slots)
         triton_rotate_and_store(
             source, angles.cos(), angles.sin(), caches[2], caches[3], slots, norm_weight=None, eps=0.0
         )
 
     assert all(torch.equal(*pair) for pair in zip(*stored, strict=True))
-    assert torch.equal(far[:, :2], qkv[:, :2])
+    assert torch.equal(far[:, :3], qkv[:, :3])
 
 
 def test_blocks_far_apart_are_copied() -> None:
-    blocks = spread(torch.arange(3 * 256, dtype=torch.uint8).view(3, 256), 0)
+    blocks = spread(torch.arange(3 * 255, dtype=torch.uint8).view(3, 255), 0)
     copied = blocks.clone()
     copied[2] = copied[1]
 
@@ -140,9 +154,22 @@ def test_blocks_far_apart_are_copied() -> None:
     assert torch.equal(blocks, copied)
 
 
+def test_a_staging_buffer_may_be_spread_wide() -> None:
+    """Blocks of an odd size are copied byte by byte: the smallest words, the largest offsets."""
+    cache, blocks = torch.arange(5 * 255, dtype=torch.uint8).view(5, 255), torch.tensor([4, 0, 2])
+    staging = spread(torch.zeros(3, 255, dtype=torch.uint8), 0)
+    emptied = torch.zeros_like(cache)
+
+    triton_gather_blocks(cache, blocks, staging)
+    triton_scatter_blocks(staging, emptied, blocks)
+
+    assert torch.equal(staging, cache[blocks])
+    assert torch.equal(emptied[blocks], cache[blocks])
+
+
 def test_only_the_pages_in_use_exist() -> None:
     """Else these tests would need many gigabytes."""
-    far = spread(torch.ones(2, 64), 0)
+    far = spread(torch.ones(3, 64), 0)
 
     assert far.untyped_storage().nbytes() > 8 * 2**30
-    assert np.asarray(far).nbytes == 2 * 64 * 4
+    assert np.asarray(far).nbytes == 3 * 64 * 4
