@@ -4,6 +4,7 @@ The oracle is the engine itself: `snapshots` holds what it said after each step.
 """
 
 import random
+import threading
 from pathlib import Path
 
 import msgspec
@@ -45,6 +46,9 @@ class RecordingStage:
         self.core = make_core(self.model, self.log, **core_settings)
         self.mirror = Mirror(self.log.clock, 0)
         self.thread = RecorderThread()
+        self._is_written = threading.Event()
+        self._is_written.set()
+        self._patience = 2.0
         self.part = RecorderPart(settings, make_headers(self.log), lambda: self.mirror, self.thread)
         self.part.open()
         follower = self.part.follower
@@ -63,8 +67,18 @@ class RecordingStage:
                 assert collector.heal()
         while sum(collector.drain() for collector in self.collectors):
             pass
+        self._wait_for_the_disk()
         if any(collector.needs_snapshot for collector in self.collectors):
             self.drain()
+
+    def _wait_for_the_disk(self) -> None:
+        """Let the writing thread come after: steps follow each other faster here than any model makes them."""
+        if self._is_written.is_set():
+            self._is_written.clear()
+            self.thread.put(self._is_written.set)
+        self._is_written.wait(self._patience)
+        if not self._is_written.is_set():  # the test has stopped the disk
+            self._patience = 0.0
 
     def submit(self) -> None:
         prompt = [self.random.randrange(4, 50) for _ in range(self.random.randrange(1, 24))]

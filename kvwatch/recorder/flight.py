@@ -204,7 +204,8 @@ class FlightRecorder:
             _, slots = read_ring(image)
             kept = slots[_first_kept(slots, round(self._settings.seconds * NS_PER_SECOND)) :]
             self._dumps.make_room(len(image))
-            writer = RecordingWriter(self._dumps.new_path(reason), self._headers.make(reason))
+            path, header = self._dumps.new_path(reason), self._headers.make(reason)
+            writer = RecordingWriter(path, header, is_shown_when_finished=True)
             try:
                 for slot in kept:
                     frame = image[slot.offset : slot.offset + slot.info.size]
@@ -212,7 +213,6 @@ class FlightRecorder:
                 writer.finish()
             except BaseException:
                 writer.abandon()
-                writer.path.unlink(missing_ok=True)
                 raise
         except (OSError, RecordingError) as error:
             self._count_error("the flight recorder could not be written out", error)

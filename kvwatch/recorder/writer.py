@@ -25,6 +25,8 @@ from kvwatch.recorder.header import RecordingHeader, encode_header
 FILE_MAGIC = b"KVWREC1\n"
 TRAILER_MAGIC = b"KVWEND1\n"
 SUFFIX = ".kvrec"
+UNFINISHED_SUFFIX = ".part"
+"""Added to the name of a file that nobody could read yet."""
 FILE_LEVEL = 3
 """Compression of files; they are written by a thread of their own."""
 
@@ -44,23 +46,34 @@ class IndexEntry(msgspec.Struct, frozen=True, array_like=True):
 class RecordingWriter:
     """Writes one new file. One thread at a time. Every method may raise `OSError`; then call `abandon`.
 
-    The file is readable by its owner only: it names requests and tenants.
+    The file is readable by its owner only: it names requests and tenants. It gets its name when its header is there,
+    or only when it is finished, so that a process that is killed leaves no file that says nothing.
+
+    Args:
+        path: Of the file; there may be none of that name.
+        header: What it says of itself.
+        is_shown_when_finished: Whether it gets its name in `finish` instead of at once.
     """
 
-    def __init__(self, path: Path, header: RecordingHeader) -> None:
+    def __init__(self, path: Path, header: RecordingHeader, *, is_shown_when_finished: bool = False) -> None:
         self.path = path
+        self._written_as = path.with_name(path.name + UNFINISHED_SUFFIX)
         self.size = 0
         """Bytes of whole frames written so far."""
         self._index: list[IndexEntry] = []
         self._packer = FramePacker(FILE_LEVEL)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, "there is a file of that name", str(path))
+        self._fd = os.open(self._written_as, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says that somebody writes it
             self._write(FILE_MAGIC)
             self.append(FrameKind.HEADER, encode_header(header), Span())
+            if not is_shown_when_finished:
+                self._show()
         except OSError:
             self.abandon()
-            path.unlink(missing_ok=True)
+            self._written_as.unlink(missing_ok=True)
             raise
 
     def append(self, kind: FrameKind, raw: bytes, span: Span) -> None:
@@ -76,15 +89,28 @@ class RecordingWriter:
         offset = self.size
         self._write(self._packer.pack(FrameKind.INDEX, msgspec.msgpack.encode(self._index), Span()))
         self._write(offset.to_bytes(_OFFSET_BYTES, "little") + TRAILER_MAGIC)
+        self._show()
         self._close()
 
     def abandon(self) -> None:
-        """Close after an error; what was written last and not wholly is cut off. Never raises, safe twice."""
+        """Close after an error; what was written last and not wholly is cut off. Never raises, safe twice.
+
+        A file that has no name yet is removed.
+        """
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self.size)
             with contextlib.suppress(OSError):
                 self._close()
+        if self._written_as != self.path:
+            with contextlib.suppress(OSError):
+                self._written_as.unlink(missing_ok=True)
+
+    def _show(self) -> None:
+        """Give the file its name. Safe twice."""
+        if self._written_as != self.path:
+            os.rename(self._written_as, self.path)
+            self._written_as = self.path
 
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)
@@ -122,7 +148,11 @@ class RecordingFolder:
 
     def make_room(self, needed_bytes: int) -> None:
         """Remove the oldest files until `needed_bytes` more are within the limit. A file that is written to stays."""
-        files = sorted(self._files(), key=lambda found: (found[1].st_mtime_ns, found[0].name))
+        found = sorted(self._files(), key=lambda found: (found[1].st_mtime_ns, found[0].name))
+        # What a killed process did not finish says nothing; what another one writes is locked and stays.
+        files = [
+            (path, stat) for path, stat in found if not (path.name.endswith(UNFINISHED_SUFFIX) and _remove(path))
+        ]
         total = sum(stat.st_size for _, stat in files) + needed_bytes
         for path, stat in files:
             if total <= self._total_bytes:
@@ -133,7 +163,7 @@ class RecordingFolder:
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         if not self.folder.is_dir():
             return
-        pattern = re.compile(re.escape(self._stem) + r"-\d{8}T\d{6}Z-\d+-\d{6}.*" + re.escape(SUFFIX))
+        pattern = re.compile(re.escape(self._stem) + r"-\d{8}T\d{6}Z-\d+-\d{6}.*" + re.escape(SUFFIX) + rf"({re.escape(UNFINISHED_SUFFIX)})?")
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 if pattern.fullmatch(path.name) and not path.is_symlink():

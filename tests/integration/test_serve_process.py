@@ -79,7 +79,7 @@ def test_a_chat_request_is_answered_and_every_block_is_accounted_for(server: Ser
     def gained(name: str) -> float:
         return after[name] - before[name]
 
-    assert gained('kvwatch_requests_finished_total{reason="length"}') == 2
+    assert gained('kvwatch_requests_finished_total{lora="",reason="length",tenant=""}') == 2
     assert gained("kvwatch_generated_tokens_total") == 40
     assert gained('kvwatch_prefix_cache_hit_tokens_total{tier="device"}') > 16
     allocated = sum(

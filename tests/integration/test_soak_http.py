@@ -102,7 +102,7 @@ def soak(folder: Path, num_requests: int, seed: int) -> None:
         assert metrics["kvwatch_step_errors_total"] == 0
         assert metrics['kvwatch_preemptions_total{mode="recompute",reason="blocks"}'] > 0
         assert metrics['kvwatch_kv_block_evictions_total{reason="pressure",tier="device"}'] > 0
-        assert metrics['kvwatch_requests_finished_total{reason="abort"}'] > 0
+        assert metrics['kvwatch_requests_finished_total{lora="",reason="abort",tenant=""}'] > 0
         assert server.terminate() == 0
 
 

@@ -40,7 +40,7 @@ from kvwatch_engine.model.runner import ModelRunner
 
 BATCH = 16
 WINDOW_SECONDS = 2.0
-LOG_CAPACITY = 4096  # so that a minute is far more than it holds
+LOG_CAPACITY = 512  # so that a minute is far more than the log and all buffers of the connection hold
 BUDGET_LOSS = 0.05
 BUDGET_GROWTH_BYTES = 32 * 2**20
 
@@ -51,7 +51,7 @@ class Load:
     def __init__(self) -> None:
         model = load_embedded()
         settings = EngineSettings(
-            num_blocks=4096, max_model_len=model.info.max_position, max_num_seqs=BATCH, max_batch_tokens=256,
+            num_blocks=512, max_model_len=model.info.max_position, max_num_seqs=BATCH, max_batch_tokens=256,
             weights_fingerprint=model.info.weights_fingerprint, eos_token_ids=model.info.eos_token_ids,
             vocab_size=model.info.vocab_size,
         )  # fmt: skip

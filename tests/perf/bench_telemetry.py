@@ -32,6 +32,8 @@ STEPS_PER_WINDOW = 50
 BATCH = 16
 BUDGET_LOSS = 0.01
 ATTACH_SECONDS = 10.0
+SETTLE_SECONDS = 0.3
+"""Before every window, so that neither begins with what coming and going still does."""
 
 
 class Load:
@@ -63,20 +65,37 @@ class Load:
         return num_tokens / (time.perf_counter() - started)
 
 
+class Peers:
+    """Those who listen, in a process of their own."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._input = process.stdin
+        self.endpoint = process.stdout.readline().strip()
+        """The collector's."""
+
+    def tell(self, word: str) -> None:
+        """Say `on` or `off`."""
+        self._input.write(f"{word}\n")
+        self._input.flush()
+
+
 @contextmanager
-def attached(plan: ObservatoryPlan, subject: Subject, control: SteppedControl) -> Iterator[None]:
+def attached(plan: ObservatoryPlan, subject: Subject, control: SteppedControl, peers: Peers) -> Iterator[None]:
     """Have everything attached: return when the first view is there and the stream is read."""
     built = plan.build(subject)
     built.observatory.start()
+    peers.tell("on")
     try:
         assert built.stream is not None
         stream = built.stream
         _wait(control, lambda: bool(built.observatory.view.gauges) and stream.num_subscribers > 0)
-        time.sleep(0.2)  # what a start still does
+        time.sleep(SETTLE_SECONDS)
         yield
     finally:
+        peers.tell("off")
         built.observatory.stop()
-        time.sleep(0.2)
 
 
 def _wait(control: SteppedControl, condition: Callable[[], bool]) -> None:
@@ -95,17 +114,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def peers(metrics_port: int, grpc_port: int) -> Iterator[str]:
-    """Run those who listen; give the collector's endpoint."""
+def running_peers(metrics_port: int, grpc_port: int) -> Iterator[Peers]:
+    """Run those who listen."""
     command = [sys.executable, str(Path(__file__).with_name("telemetry_peers.py")), str(metrics_port), str(grpc_port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
-            yield process.stdout.readline().strip()
+            yield Peers(process)
         finally:
-            process.stdin.close()
-            process.wait(20)
+            process.kill()
 
 
 def main() -> None:
@@ -124,12 +140,13 @@ def main() -> None:
     off: list[float] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        peers = stack.enter_context(running_peers(metrics_port, grpc_port))
         settings = ObservatorySettings(
             metrics_listen=f"127.0.0.1:{metrics_port}",
             grpc_listen=f"127.0.0.1:{grpc_port}",
             record_dir=str(folder / "records"),
             flight_dir=str(folder / "flight"),
-            otlp_endpoint=stack.enter_context(peers(metrics_port, grpc_port)),
+            otlp_endpoint=peers.endpoint,
         )
         plan = plan_observatory(settings, "bench", folder)
         deadline = time.monotonic() + seconds
@@ -138,9 +155,10 @@ def main() -> None:
             is_on_first = len(on) % 2 == 0  # a window later in a round has longer contexts: take turns
             for is_on in (is_on_first, not is_on_first):
                 if is_on:
-                    with attached(plan, subject, control):
+                    with attached(plan, subject, control, peers):
                         on.append(load.window())
                 else:
+                    time.sleep(SETTLE_SECONDS)
                     off.append(load.window())
     loss = estimate([1 - a / b for a, b in zip(on, off, strict=True)])
     print(

@@ -2,8 +2,8 @@
 
     python telemetry_peers.py METRICS_PORT GRPC_PORT
 
-Prints the collector's endpoint when it is up; ends when its standard input does. Whoever is not there yet, or any
-more, is tried again.
+Prints the collector's endpoint when it is up. Standard input says `on` and `off`: only between them somebody scrapes
+and reads, so that nobody knocks at ports that are closed. Ends when standard input does.
 """
 
 import contextlib
@@ -21,21 +21,23 @@ from otlp_receiver import grpc_collector
 from kvwatch.stream.client import TelemetryClient
 
 SCRAPE_SECONDS = 1.0
-RETRY_SECONDS = 0.02
+RETRY_SECONDS = 0.05
 
 
-def scrape(port: int) -> None:
+def scrape(port: int, is_on: threading.Event) -> None:
     """Read the metrics page once a second."""
     with httpx.Client(timeout=5) as client:
         while True:
+            is_on.wait()
             with contextlib.suppress(httpx.HTTPError):
                 client.get(f"http://127.0.0.1:{port}/metrics")
             time.sleep(SCRAPE_SECONDS)
 
 
-def read_stream(port: int) -> None:
+def read_stream(port: int, is_on: threading.Event) -> None:
     """Take every event."""
     while True:
+        is_on.wait()
         with contextlib.suppress(Exception), TelemetryClient(f"127.0.0.1:{port}") as client:
             for _ in client.subscribe():
                 pass
@@ -45,11 +47,13 @@ def read_stream(port: int) -> None:
 def main() -> None:
     """Run until nobody needs it."""
     metrics_port, grpc_port = map(int, sys.argv[1:])
-    threading.Thread(target=scrape, args=[metrics_port], daemon=True).start()
-    threading.Thread(target=read_stream, args=[grpc_port], daemon=True).start()
+    is_on = threading.Event()
+    threading.Thread(target=scrape, args=[metrics_port, is_on], daemon=True).start()
+    threading.Thread(target=read_stream, args=[grpc_port, is_on], daemon=True).start()
     with grpc_collector() as collected:
         print(collected.endpoint, flush=True)
-        sys.stdin.read()
+        for line in sys.stdin:
+            (is_on.set if line.strip() == "on" else is_on.clear)()
 
 
 if __name__ == "__main__":
