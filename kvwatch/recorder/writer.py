@@ -150,9 +150,7 @@ class RecordingFolder:
         """Remove the oldest files until `needed_bytes` more are within the limit. A file that is written to stays."""
         found = sorted(self._files(), key=lambda found: (found[1].st_mtime_ns, found[0].name))
         # What a killed process did not finish says nothing; what another one writes is locked and stays.
-        files = [
-            (path, stat) for path, stat in found if not (path.name.endswith(UNFINISHED_SUFFIX) and _remove(path))
-        ]
+        files = [(path, stat) for path, stat in found if not (path.name.endswith(UNFINISHED_SUFFIX) and _remove(path))]
         total = sum(stat.st_size for _, stat in files) + needed_bytes
         for path, stat in files:
             if total <= self._total_bytes:
@@ -163,7 +161,8 @@ class RecordingFolder:
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
         if not self.folder.is_dir():
             return
-        pattern = re.compile(re.escape(self._stem) + r"-\d{8}T\d{6}Z-\d+-\d{6}.*" + re.escape(SUFFIX) + rf"({re.escape(UNFINISHED_SUFFIX)})?")
+        suffix = f"{re.escape(SUFFIX)}({re.escape(UNFINISHED_SUFFIX)})?"
+        pattern = re.compile(re.escape(self._stem) + r"-\d{8}T\d{6}Z-\d+-\d{6}.*" + suffix)
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 if pattern.fullmatch(path.name) and not path.is_symlink():

@@ -60,11 +60,20 @@ class TextLines:
         spec = REGISTRY.of(type(event))
         request = next((_shown(getattr(event, name)) for name in _REQUEST_FIELDS if name in spec.fields), "") or "-"
         rest = " ".join(
-            f"{name.removesuffix('_ns') if field.unit == 'ns' else name}={_value(spec, name, getattr(event, name))}"
-            for name, field in spec.fields.items()
+            f"{name.removesuffix('_ns')}={self._value(spec, name, getattr(event, name))}"
+            for name in spec.fields
             if name not in _COMMON and name not in _REQUEST_FIELDS and getattr(event, name) not in (None, "")
         )
         return f"{self._time(event.time_ns)} step {event.step:<7} {request:<16} {spec.name:<24} {rest}".rstrip()
+
+    def _value(self, spec: EventSpec, name: str, value: Any) -> str:
+        """Return a field's value for people: times of the day, durations with their unit, long lists cut."""
+        field = spec.fields[name]
+        show: Callable[[Any], str] = self._time if field.is_instant else _duration if field.unit == "ns" else _shown
+        if isinstance(value, list):
+            shown = ",".join(show(item) for item in value[:MAX_SHOWN])
+            return f"[{shown},... {len(value)}]" if len(value) > MAX_SHOWN else f"[{shown}]"
+        return show(value)
 
     def _time(self, time_ns: int) -> str:
         moment = datetime.fromtimestamp((time_ns + self._wall_offset_ns) / NS_PER_SECOND, UTC).astimezone()
@@ -111,15 +120,6 @@ def _hexadecimal(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _hexadecimal(item) for key, item in value.items()}
     return [_hexadecimal(item) for item in value] if isinstance(value, list) else value
-
-
-def _value(spec: EventSpec, name: str, value: Any) -> str:
-    """Return a field's value for people: durations with their unit, long lists cut."""
-    show: Callable[[Any], str] = _duration if spec.fields[name].unit == "ns" else _shown
-    if isinstance(value, list):
-        shown = ",".join(show(item) for item in value[:MAX_SHOWN])
-        return f"[{shown},... {len(value)}]" if len(value) > MAX_SHOWN else f"[{shown}]"
-    return show(value)
 
 
 def _duration(value: int) -> str:

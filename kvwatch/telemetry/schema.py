@@ -39,6 +39,8 @@ class FieldSpec(msgspec.Struct, frozen=True):
     brief: str
     unit: str
     cardinality: Cardinality
+    is_instant: bool = False
+    """Whether it is a monotonic time, not a duration."""
 
 
 def label(number: int, brief: str) -> FieldSpec:
@@ -49,6 +51,11 @@ def label(number: int, brief: str) -> FieldSpec:
 def value(number: int, brief: str, unit: str) -> FieldSpec:
     """Declare a measured quantity; `unit` is one of the units in docs/events.md (`ns`, `tokens`, `blocks`, ...)."""
     return FieldSpec(number, brief, unit, Cardinality.VALUE)
+
+
+def instant(number: int, brief: str) -> FieldSpec:
+    """Declare a monotonic time in ns."""
+    return FieldSpec(number, brief, "ns", Cardinality.VALUE, is_instant=True)
 
 
 def identity(number: int, brief: str) -> FieldSpec:
@@ -153,7 +160,7 @@ class Event(msgspec.Struct, gc=False, kw_only=True):
 
     seq: Annotated[int, identity(101, "Position in the log, from 0, without holes.")] = -1
     step: Annotated[int, identity(102, "Engine step during which it happened.")] = -1
-    time_ns: Annotated[int, value(103, "Monotonic time; clocks are read twice a step.", "ns")] = 0
+    time_ns: Annotated[int, instant(103, "Monotonic time; clocks are read twice a step.")] = 0
 
 
 class EventSpec(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 from kvwatch.telemetry import metrics
-from kvwatch.telemetry.schema import Event, amount_of, event, identity, label, value
+from kvwatch.telemetry.schema import Event, amount_of, event, identity, instant, label, value
 
 NS = 1e-9
 
@@ -21,7 +21,7 @@ class RequestQueued(Event):
     request: Annotated[str, identity(1, "Request id.")]
     prompt_tokens: Annotated[int, value(2, "Length of the prompt.", "tokens")]
     num_sequences: Annotated[int, value(3, "Sequences asked for (`n`).", "1")]
-    queued_ns: Annotated[int, value(4, "Monotonic time at which it arrived.", "ns")]
+    queued_ns: Annotated[int, instant(4, "Monotonic time at which it arrived.")]
     operation: Annotated[Operation, label(5, "What was asked for.")] = "text_completion"
     is_stream: Annotated[bool, label(6, "Whether the answer is sent token by token.")] = False
     trace_parent: Annotated[str, identity(7, "W3C `traceparent` of the request; empty if it has none.")] = ""

@@ -50,6 +50,19 @@ def test_durations_have_units_hashes_are_short_and_lists_are_cut() -> None:
     assert "reason=pressure" in line
 
 
+def test_a_time_is_shown_as_one_and_not_as_the_age_of_the_machine() -> None:
+    lines = TextLines()
+    lines.started(STARTED)
+    queued = ev.RequestQueued(
+        request="r", prompt_tokens=1, num_sequences=1, queued_ns=5_000_000, seq=1, step=2, time_ns=7_000_000
+    )
+
+    line = lines.event(queued)
+
+    assert re.match(r"\d\d:\d\d:\d\d\.007 ", line)
+    assert re.search(r" queued=\d\d:\d\d:\d\d\.005\b", line)
+
+
 def test_what_is_none_is_not_shown_and_what_is_zero_is() -> None:
     event = ev.RequestFinished(
         request="r", reason="abort", prompt_tokens=5, generated_tokens=0, cached_tokens=0, num_preemptions=0,
