@@ -1,0 +1,99 @@
+"""What the scheduler may ask of the memory behind the device: swap space for requests, further tiers for prefixes.
+
+Engine thread only. Nothing here waits for a transfer: what was begun is reported by `poll` when it has ended. Blocks
+that take part in a transfer stay with their owner until then, so that none is reused while it is read or written.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from kvwatch_engine.contracts.block import BlockHash
+
+
+class TransferKind(StrEnum):
+    """What moves, and which way."""
+
+    SWAP_OUT = "swap_out"
+    """All blocks of a preempted request, device to host."""
+    SWAP_IN = "swap_in"
+    """All blocks of a request that resumes, host to device."""
+    RESTORE = "restore"
+    """Blocks of a prefix hit, host or disk to device."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOutcome:
+    """The end of a transfer that belongs to a request."""
+
+    request_id: str
+    kind: TransferKind
+    num_blocks: int
+    """Blocks whose content arrived: all, or, after a failed restore, the leading ones that are good."""
+    error: str = ""
+    """Why it failed, a value of the metric's label `reason`; empty when it did not. The request recomputes then."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierHit:
+    """Part of a prefix that a tier behind the device holds: consecutive blocks after the hits of the device."""
+
+    tier: str
+    hashes: tuple[BlockHash, ...]
+
+
+class SwapSpace(Protocol):
+    """Keeps the blocks of preempted requests."""
+
+    def can_take(self, request_id: str) -> bool:
+        """Whether the host has room for all distinct blocks that the request's sequences hold."""
+        ...
+
+    def num_blocks_to_restore(self, request_id: str) -> int:
+        """Return how many device blocks `begin_in` will take."""
+        ...
+
+    def estimate_seconds(self, num_blocks: int) -> float | None:
+        """Return the time that moving so many blocks out and in again takes, as measured; None before any was."""
+        ...
+
+    def begin_out(self, request_id: str) -> None:
+        """Begin to copy a request's blocks. They stay its own until `poll` tells the end, and are released then."""
+        ...
+
+    def begin_in(self, request_id: str) -> bool:
+        """Take device blocks, rebuild the block tables (sharing included) and begin to fill them.
+
+        All or nothing: False, with nothing changed, when too few blocks are free.
+        """
+        ...
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request, whatever its transfers are doing: it ended, or is to be recomputed. Unknown ids: nothing."""
+        ...
+
+
+class PrefixTiers(Protocol):
+    """Prefix blocks that were evicted from the device and may still be had."""
+
+    def find(self, hashes: Sequence[BlockHash]) -> list[TierHit]:
+        """Return which leading part of `hashes` the tiers hold, nearest tier first for each; changes nothing."""
+        ...
+
+    def begin_restore(self, request_id: str, sequence: int, first_index: int, hits: Sequence[TierHit]) -> None:
+        """Begin to fill the blocks of a sequence's table from `first_index` on with what `find` found."""
+        ...
+
+
+class Tiers(SwapSpace, PrefixTiers, Protocol):
+    """Both, and the end of what was begun."""
+
+    def poll(self) -> list[TransferOutcome]:
+        """Return what has ended since the last call, after its blocks were released or entered."""
+        ...
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers that have not ended: an engine with some has work even when nothing can be scheduled."""
+        ...
