@@ -19,12 +19,27 @@ MAX_CONNECTIONS = 512
 """Connections beyond this are answered 503."""
 
 
+TICK_SECONDS = 1.0
+"""How often the server's Date header is renewed."""
+
+
 class _Server(uvicorn.Server):
-    """A server that leaves the process's signals alone: it is not the one to decide about the process."""
+    """A server that leaves the process's signals alone, and sleeps while nobody asks.
+
+    It is not the one to decide about the process. The library's own loop wakes up ten times a second to see whether it
+    shall end; each time the interpreter is taken from the engine.
+    """
+
+    stopping: asyncio.Event
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        while not (self.stopping.is_set() or await self.on_tick(0)):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.stopping.wait(), TICK_SECONDS)
 
 
 class Listener:
@@ -50,9 +65,10 @@ class Listener:
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set; then finish open answers for at most a second and close the socket."""
+        self._server.stopping = stop
         serving = asyncio.create_task(self._server.serve(sockets=[self.socket]))
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        waiting = asyncio.create_task(stop.wait())
+        await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
         self._server.should_exit = True
-        stopping.cancel()
+        waiting.cancel()
         await serving

@@ -15,15 +15,13 @@ from typing import Protocol
 import structlog
 
 from kvwatch.errors import ControlError
+from kvwatch.ledger.pace import next_tick
 from kvwatch.telemetry.log import EventLog, GapError
 from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import EngineSnapshot
 
 BATCH = 256
 """Events applied without yielding."""
-
-POLL_SECONDS = 0.05
-"""Pause when nothing is left to read: 20 short wake-ups a second instead of a wake-up by the engine."""
 
 RETRY_SECONDS = 1.0
 """Pause after a snapshot could not be had."""
@@ -105,7 +103,7 @@ class Collector:
         try:
             events = self._cursor.read(BATCH)
             self._follower.apply(events)
-            if not events:
+            if len(events) < BATCH:
                 self._follower.settle()
         except GapError:
             self._needs_snapshot = True
@@ -134,7 +132,7 @@ class Collector:
         """Collect until `stop` is set."""
         while not stop.is_set():
             if not self._needs_snapshot:
-                await asyncio.sleep(0 if self.drain() else POLL_SECONDS)
+                await (asyncio.sleep(0) if self.drain() == BATCH else next_tick())
             elif not await self._heal_off_loop():
                 await _sleep(RETRY_SECONDS, stop)
 
@@ -178,7 +176,7 @@ class Collector:
 
 
 async def _sleep(seconds: float, stop: asyncio.Event) -> None:
-    """Sleep, but notice `stop` within `POLL_SECONDS`."""
+    """Sleep, but notice `stop` at the next tick."""
     until = asyncio.get_running_loop().time() + seconds
     while not stop.is_set() and asyncio.get_running_loop().time() < until:
-        await asyncio.sleep(POLL_SECONDS)
+        await next_tick()

@@ -10,7 +10,6 @@ the engine is asked nor a second ledger kept. Does not know what happens to what
 """
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ import msgspec
 from kvwatch.errors import ConfigError, ExporterError
 from kvwatch.ledger.collector import Follower
 from kvwatch.ledger.ledger import Ledger
+from kvwatch.ledger.pace import next_tick
 from kvwatch.ledger.view import Sample
 from kvwatch.recorder.flight import FlightRecorder, FlightSettings
 from kvwatch.recorder.frames import Span
@@ -191,8 +191,7 @@ class RecorderPart:
         """Look for what asks for a dump, until `stop` is set."""
         while not stop.is_set():
             self.poll()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), POLL_SECONDS)
+            await next_tick(POLL_SECONDS)
 
     def poll(self) -> None:
         """Do what was asked for, and look whether ledger and engine still agree."""

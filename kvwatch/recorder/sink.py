@@ -8,9 +8,9 @@ Each file begins with a state and so stands alone. Further states are put into a
 be reached without replaying all of it.
 """
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,6 +34,9 @@ FRAME_BYTES = 256 * 1024
 
 FLUSH_SECONDS = 1.0
 """... unless they have waited for so long."""
+
+WAKE_SECONDS = 0.25
+"""Events wait so long for the writing thread: waking it for each batch would take the interpreter from the engine."""
 
 STATE_EVERY_BYTES = 8 * 2**20
 """Bytes of events after which a file gets another state, or ten times the state's own size if that is more."""
@@ -74,10 +77,15 @@ class Destination(Protocol):
 
 
 class RecorderThread:
-    """A thread that does jobs in order and calls `tick` at least every `FLUSH_SECONDS`. Jobs must not raise."""
+    """A thread that does jobs in order and calls `tick` at least every `FLUSH_SECONDS`. Jobs must not raise.
+
+    It wakes up for jobs that somebody waits for; the others it finds when it wakes up.
+    """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._has_urgent_job = threading.Event()
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="kvwatch-recorder", daemon=True)
         self.tick: Callable[[], None] = lambda: None
 
@@ -85,31 +93,36 @@ class RecorderThread:
         """Begin."""
         self._thread.start()
 
-    def put(self, job: Callable[[], None]) -> None:
-        """Have a job done. Any thread."""
-        self._jobs.put(job)
+    def put(self, job: Callable[[], None], *, is_urgent: bool = True) -> None:
+        """Have a job done: at once, or within `WAKE_SECONDS`. Any thread."""
+        self._jobs.append(job)
+        if is_urgent:
+            self._has_urgent_job.set()
 
     def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
         """Do what was put, then end; wait at most so long. Safe without `start`."""
-        self._jobs.put(None)
+        self._is_stopping = True
+        self._has_urgent_job.set()
         if self._thread.is_alive():
             self._thread.join(timeout_seconds)
             if self._thread.is_alive():
                 logger.warning("the recorder's disk does not answer; its last events are lost")
 
     def _run(self) -> None:
-        while True:
-            try:
-                job = self._jobs.get(timeout=FLUSH_SECONDS)
-            except queue.Empty:
-                job = self.tick
-            if job is None:
-                return
-            try:
-                job()
-                self.tick()
-            except Exception as error:  # a job that does so is a defect; the others must still be done
-                logger.exception("a job of the recorder failed; the engine is not affected", error=repr(error))
+        is_last_round = False
+        while not is_last_round:
+            self._has_urgent_job.wait(WAKE_SECONDS)
+            self._has_urgent_job.clear()
+            is_last_round = self._is_stopping  # read first: what was put before `stop` is done in this round
+            while self._jobs:
+                self._do(self._jobs.popleft())
+            self._do(self.tick)
+
+    def _do(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:  # a job that does so is a defect; the others must still be done
+            logger.exception("a job of the recorder failed; the engine is not affected", error=repr(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +215,7 @@ class FileSink:
             return
         self._bytes_put += len(events.raw)
         self._bytes_since_state += len(events.raw)
-        self._thread.put(lambda: self._write_events(events))
+        self._thread.put(lambda: self._write_events(events), is_urgent=self.num_waiting_bytes > self._frame_bytes)
 
     def flush(self, done: Callable[[], None]) -> None:
         """Have everything that was put written, and `done` called then. Any thread."""

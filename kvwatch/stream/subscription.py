@@ -14,6 +14,7 @@ import structlog
 
 from kvwatch.config import unknown_name
 from kvwatch.errors import ControlError
+from kvwatch.ledger.pace import next_tick
 from kvwatch.stream.codec import EventCodec, StreamError, StructCodec, snapshot_parts
 from kvwatch.stream.contract import Gap, SnapshotPart, Started, SubscribeRequest, Update
 from kvwatch.stream.snapshots import Snapshots
@@ -26,9 +27,6 @@ BATCH = 256
 
 MAX_UPDATE_BYTES = 1 << 20
 """A message is sent when it has grown to this; one event alone may be longer."""
-
-POLL_SECONDS = 0.05
-"""How often the log is looked at for all who wait."""
 
 RETRY_SECONDS = 1.0
 """Pause after a snapshot could not be had."""
@@ -78,7 +76,7 @@ class News:
         """Look at the log until `stop` is set, then wake everybody."""
         seen = self._log.head
         while not stop.is_set():
-            await asyncio.sleep(POLL_SECONDS)
+            await next_tick()
             if self._log.head != seen:
                 seen = self._log.head
                 self._wake()

@@ -1,0 +1,27 @@
+"""When those who look at the log look: all at the same moments.
+
+Waking up costs more than most batches take to apply: the interpreter has to be taken from the engine for it. So nobody
+sleeps for a while of their own; all sleep until the loop's clock is a multiple of the period, and wake up together.
+"""
+
+import asyncio
+
+POLL_SECONDS = 0.1
+"""How often the log is looked at: ten short wake-ups a second, whoever follows it. The engine wakes nobody."""
+
+
+async def next_tick(period_seconds: float = POLL_SECONDS) -> None:
+    """Sleep until the clock of the running loop is the next multiple of `period_seconds`."""
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    woken: asyncio.Future[None] = loop.create_future()
+    timer = loop.call_at((now // period_seconds + 1) * period_seconds, _wake, woken)
+    try:
+        await woken
+    finally:
+        timer.cancel()
+
+
+def _wake(woken: "asyncio.Future[None]") -> None:
+    if not woken.done():
+        woken.set_result(None)
