@@ -9,7 +9,7 @@ its caller does with events. Blocking; each subscription belongs to one thread, 
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -84,17 +84,26 @@ class TelemetryClient:
         address: `HOST:PORT`, with `grpcs://` in front for TLS.
         token: What the server's token file holds, if it has one.
         root_certificates: PEM certificates to trust; default: the system's.
+        channel_options: Further arguments of the gRPC channel, such as the size of its receive window.
     """
 
-    def __init__(self, address: str, *, token: str | None = None, root_certificates: bytes | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str | None = None,
+        root_certificates: bytes | None = None,
+        channel_options: Sequence[tuple[str, int]] = (),
+    ) -> None:
         self.address = address
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        options = (*_CHANNEL_OPTIONS, *channel_options)
         target = address.removeprefix(TLS_SCHEME).removeprefix(PLAIN_SCHEME)
         if address.startswith(TLS_SCHEME):
             credentials = grpc.ssl_channel_credentials(root_certificates)
-            self._channel = grpc.secure_channel(target, credentials, _CHANNEL_OPTIONS)
+            self._channel = grpc.secure_channel(target, credentials, options)
         else:
-            self._channel = grpc.insecure_channel(target, _CHANNEL_OPTIONS)
+            self._channel = grpc.insecure_channel(target, options)
         self._subscribe = self._channel.unary_stream(method_path(SUBSCRIBE), StructCodec(SubscribeRequest).encode)
         self._snapshot = self._channel.unary_stream(
             method_path(SNAPSHOT), StructCodec(SnapshotRequest).encode, StructCodec(SnapshotPart).decode
