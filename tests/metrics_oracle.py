@@ -10,18 +10,21 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from kvwatch.errors import ChangeFailed, ChangeRefused
 from kvwatch.ledger.view import View
 from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.schema import Metric
+from kvwatch_engine.contracts.block import BlockHash
 from kvwatch_engine.contracts.errors import is_out_of_memory
 from kvwatch_engine.contracts.request import FinishReason
 from kvwatch_engine.contracts.step import StepInput, StepResult
 from kvwatch_engine.core import EngineCore
-from kvwatch_engine.scheduling.request import Request, RequestState, Sequence
+from kvwatch_engine.resize import PreparedResize
+from kvwatch_engine.scheduling.request import Request, RequestState, Sequence, WaitReason
 
 Key = tuple[Metric, tuple[str, ...]]
 WINDOW_NS = 60_000_000_000
-SEVERITY = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
+SEVERITY = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.LENGTH, FinishReason.STOP)
 NOT_FROM_THE_ENGINE = {m.TELEMETRY_EVENTS, m.LEDGER_UPDATE_TIMESTAMP}
 """What tells of the observatory itself; tests of its parts hold it to the truth."""
 
@@ -34,8 +37,6 @@ class Oracle:
         self.counts: Counter[Key] = Counter()
         self.observed: defaultdict[Key, list[int]] = defaultdict(list)
         self.requests: dict[str, Request] = {}
-        self.waiting_reasons: dict[str, str] = {}
-        """Of requests that waited at the end of the last step, and do so since."""
         self.last_step_ns: int | None = None
         self.stall_since_ns: int | None = None
         self.free: list[tuple[int, int]] = []
@@ -84,6 +85,8 @@ class Oracle:
         _around(scheduler, "apply", self._apply)
         _around(self.core._executor, "execute", self._execute)
         _around(self.core, "reject", self._reject)
+        _around(self.core, "prepare_resize", self._prepare_resize)
+        _around(self.core, "resize", self._resize)
 
     def _note_free(self) -> None:
         """The pool has just changed: what it was before lasted until now."""
@@ -115,7 +118,8 @@ class Oracle:
         self.released_ns |= {block: self.now for block in blocks if pool.ref_counts[block] == 0}
         self._note_free()
 
-    def _store(self, call: Callable[..., Any], blocks: Any, hashes: list[bytes], *more: Any) -> None:
+    def _store(self, call: Callable[..., Any], blocks: Any, hashes: list[BlockHash], *more: Any) -> None:
+        self.add(m.KV_BLOCK_STORES, sum(self.core.manager.pool.find(content) is None for content in hashes), "device")
         self.evicted = [content for content in self.evicted if content not in hashes]
         call(blocks, hashes, *more)
 
@@ -130,7 +134,8 @@ class Oracle:
                 content = hashes[block]
                 assert content is not None
                 self.evicted.append(content)
-        self.evicted = self.evicted[-self.core.manager.pool.num_blocks :]
+        if reason == "pressure":
+            self.evicted = self.evicted[-self.core.manager.pool.num_blocks :]
         return blocks
 
     def _clear(self, call: Callable[..., Any]) -> Any:
@@ -184,11 +189,11 @@ class Oracle:
         self.add(m.KV_ALLOCATION_FAILURES, 1, "admission" if is_admission else "growth")
         call(*args, is_admission=is_admission)
 
-    def _preempt(self, call: Callable[..., Any], victim: Request, beneficiary: Request) -> None:
-        self.add(m.PREEMPTIONS, 1, "recompute", "blocks")
+    def _preempt(self, call: Callable[..., Any], victim: Request, beneficiary: Request | None, how: Any) -> None:
+        self.add(m.PREEMPTIONS, 1, how.mode, "blocks" if beneficiary else "memory")
         self.preempted_ns[victim.request_id] = self.now
         self.resumed.pop(victim.request_id, None)
-        call(victim, beneficiary)
+        call(victim, beneficiary, how)
 
     def _token(self, call: Callable[..., Any], sequence: Any) -> Any:
         request = sequence.request
@@ -254,6 +259,29 @@ class Oracle:
         self.add(m.REQUESTS_REJECTED, 1, reason)
         call(request_id, reason)
 
+    def _prepare_resize(self, call: Callable[..., Any], num_blocks: int) -> Any:
+        try:
+            return call(num_blocks)
+        except ChangeRefused:
+            self.add(m.POOL_REBUILDS, 1, "refused")
+            raise
+
+    def _resize(self, call: Callable[..., Any], prepared: PreparedResize) -> None:
+        started_ns = self.core.log.clock.monotonic_ns()
+        try:
+            call(prepared)
+        except ChangeFailed:
+            self.add(m.POOL_REBUILDS, 1, "failed")
+            raise
+        else:
+            self.add(m.POOL_REBUILDS, 1, "resized")
+            for times in (self.allocated_ns, self.released_ns):
+                times |= {new: times[old] for old, new in prepared.plan.moves.items() if old in times}
+            self.free.clear()
+            self.num_free, self.begin_ns = self.core.manager.pool.num_free, self.now
+        finally:
+            self.observe(m.POOL_REBUILD_SECONDS, self.core.log.clock.monotonic_ns() - started_ns)
+
     def _complete(self) -> None:
         """A step is over: read what the engine has now."""
         lifecycle, now = self.core.scheduler.lifecycle, self.now
@@ -267,8 +295,7 @@ class Oracle:
                 self.computed[key] = max(self.computed[key], sequence.num_computed)
         if self.stall_since_ns is not None:
             self.add(m.KV_STALL_SECONDS, now - self.stall_since_ns)
-        self.waiting_reasons = {r.request_id: r.wait_reason.value for r in lifecycle.waiting if r.wait_reason}
-        self.stall_since_ns = now if "blocks" in self.waiting_reasons.values() else None
+        self.stall_since_ns = now if "blocks" in self._reasons() else None
         self.last_step_ns = now
 
     def _end_stall(self) -> None:
@@ -277,13 +304,8 @@ class Oracle:
             self.stall_since_ns = None
 
     def _reasons(self) -> list[str]:
-        find = self.core.scheduler.lifecycle.find
-        self.waiting_reasons = {
-            name: reason
-            for name, reason in self.waiting_reasons.items()
-            if (request := find(name)) is not None and request.state is RequestState.WAITING
-        }
-        return list(self.waiting_reasons.values())
+        lifecycle = self.core.scheduler.lifecycle
+        return [each.wait_reason.value for each in (*lifecycle.waiting, *lifecycle.arriving) if each.wait_reason]
 
     # ------------------------------------------------------------------ what a view must say
 
@@ -297,7 +319,7 @@ class Oracle:
         entries = sum(len(self.core.manager.table(owner)) for owner in self.core.manager.owners())
         group = ("device", "0")
         reasons = Counter(self._reasons())
-        queue = [request.queued_ns for request in lifecycle.waiting]
+        queue = [each.queued_ns for each in (*lifecycle.waiting, *lifecycle.arriving)]
         found: dict[Key, float | None] = {
             (m.KV_BLOCK_CAPACITY, ("device",)): capacity,
             (m.KV_BLOCKS, ("device", "0", "used")): len(used),
@@ -316,13 +338,14 @@ class Oracle:
             (m.KV_BLOCK_SIZE_TOKENS, ()): size,
             (m.KV_BLOCK_BYTES, ()): self.core.snapshot().block_bytes,
             (m.REQUESTS, ("running",)): len(lifecycle.running),
-            (m.REQUESTS, ("waiting",)): len(lifecycle.waiting),
+            (m.REQUESTS, ("waiting",)): sum(each.state is RequestState.WAITING for each in lifecycle.requests()),
+            (m.REQUESTS, ("swapped",)): sum(each.state is RequestState.SWAPPED for each in lifecycle.requests()),
             (m.QUEUE_LIMIT, ("requests",)): settings.max_queued_requests,
             (m.QUEUE_LIMIT, ("tokens",)): settings.max_queued_tokens,
             (m.OLDEST_WAITING_TIMESTAMP, ()): (min(queue) + offset_ns) / 1e9 if queue else None,
             (m.LAST_STEP_TIMESTAMP, ()): None if self.last_step_ns is None else (self.last_step_ns + offset_ns) / 1e9,
         }
-        found |= {(m.WAITING_REQUESTS, (r,)): reasons[r] for r in ("blocks", "sequences", "tokens", "paused")}
+        found |= {(m.WAITING_REQUESTS, (reason.value,)): reasons[reason.value] for reason in WaitReason}
         states = ("running", "draining", "stalled", "stopped", "failed")
         found |= {(m.ENGINE_STATE, (state,)): state == "running" for state in states}
         found |= {(m.CONFIG_VALUE, (key,)): number for key, number in settings.numbers().items()}

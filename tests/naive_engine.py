@@ -5,12 +5,13 @@ right. It emits the events that a real engine would, and answers as an `EngineCo
 """
 
 import threading
+from collections import Counter
 
 from kvwatch.errors import ControlError
 from kvwatch.telemetry import events as ev
 from kvwatch.telemetry.clock import Clock
 from kvwatch.telemetry.events.block import AllocationReason, ReleaseReason
-from kvwatch.telemetry.events.request import FinishReason
+from kvwatch.telemetry.events.request import FinishReason, WaitReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import EngineSnapshot, RequestState, SequenceState, TierState
@@ -46,10 +47,14 @@ class NaiveEngine:
         self.filled = dict.fromkeys(range(num_blocks), 0)
         self.running: dict[str, int] = {}
         self.waiting: dict[str, int] = {}
+        self.swapped: dict[str, int] = {}
+        self.reasons: dict[str, WaitReason] = {}
+        """What single requests wait for, as far as that was told."""
         self.waiting_for: dict[str, int] = {}
         self.num_named = 0
         self.num_hashed = 0
         self.step_number = 0
+        self.last_step_ns: int | None = None
         self.is_answering = True
         self.lock = threading.RLock()
 
@@ -108,7 +113,12 @@ class NaiveEngine:
             ],
             sequences=[SequenceState(r, s, list(table)) for (r, s), table in self.tables.items() if table],
             requests=[RequestState(name, "running", at) for name, at in self.running.items()]
-            + [RequestState(name, "waiting", at, waits.get(name, "")) for name, at in self.waiting.items()],
+            + [
+                RequestState(name, state, at, self.reasons.get(name) or waits.get(name, ""))
+                for state, queue in (("waiting", self.waiting), ("swapped", self.swapped))
+                for name, at in queue.items()
+            ],
+            last_step_ns=self.last_step_ns,
         )
 
     # ------------------------------------------------------------ what happens
@@ -132,6 +142,7 @@ class NaiveEngine:
             self.emit(ev.AllocationFailed(request=name, needed=num_blocks, available=available, reason="admission"))
             return False
         self.running[name] = self.waiting.pop(name)
+        self.reasons.pop(name, None)
         if hits:
             gaps = [5 * MS for block in hits if block in self.cached()]
             self.tables[name, 0] = list(hits)
@@ -224,10 +235,41 @@ class NaiveEngine:
             )
         )
 
+    def swap_out(self, name: str) -> None:
+        self.release_all(name, "preempted")
+        self.swapped[name] = self.running.pop(name)
+        self.emit(
+            ev.RequestPreempted(
+                request=name, mode="swap", reason="blocks", num_blocks=1, tokens_at_risk=5, beneficiary="x",
+                recompute_estimate_ns=3 * MS, swap_estimate_ns=2 * MS,
+            )
+        )  # fmt: skip
+
+    def swap_in(self, name: str, num_blocks: int = 2) -> bool:
+        if len(self.empty()) + len(self.cached()) < num_blocks:
+            return False
+        self.running[name] = self.swapped.pop(name)
+        self.reasons.pop(name, None)
+        self.allocate(name, 0, num_blocks, "restore")
+        self.emit(ev.RequestResumed(request=name, mode="swap", away_ns=6 * MS, hit_tokens=0, recompute_tokens=0))
+        return True
+
+    def abandon_swap(self, name: str) -> None:
+        self.waiting[name] = self.swapped.pop(name)
+        self.emit(ev.SwapAbandoned(request=name, reason="copy"))
+
+    def say_why(self, reasons: dict[str, WaitReason]) -> None:
+        """Tell what these requests wait for."""
+        self.reasons |= reasons
+        self.waiting_for = dict(Counter(self.reasons.values()))
+        self.emit(ev.WaitReasonsChanged(requests=list(reasons), reasons=list(reasons.values())))
+
     def finish(self, name: str, reason: FinishReason = "stop") -> None:
         self.release_all(name, "aborted" if reason == "abort" else "finished")
         has_run = self.running.pop(name, None) is not None
         self.waiting.pop(name, None)
+        self.swapped.pop(name, None)
+        self.reasons.pop(name, None)
         self.emit(
             ev.RequestFinished(
                 request=name,
@@ -290,11 +332,12 @@ class NaiveEngine:
             num_empty_blocks=len(self.empty()),
             num_table_entries=sum(map(len, self.tables.values())),
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            waiting_for=dict(self.waiting_for),
+            num_waiting=len(self.waiting) + len(self.swapped),
+            waiting_for=dict(Counter(self.reasons.values()) if self.reasons else self.waiting_for),
         )
         for name, change in changes.items():
             setattr(event, name, getattr(event, name) + change)
+        self.last_step_ns = self.log.now_ns
         self.emit(event)
 
     # ------------------------------------------------------------ at random
@@ -303,6 +346,7 @@ class NaiveEngine:
         """Do one valid thing, chosen by two numbers."""
         actions = [self._queue, self._admit, self._grow, self._fork, self._copy, self._preempt, self._finish]
         actions += [self._abort_waiting, self._truncate, self._window, self._clear, self._write, self._write]
+        actions += [self._swap_out, self._swap_in, self._abandon_swap, self._say_why]
         with self.lock:
             actions[action % len(actions)](pick)
 
@@ -343,8 +387,27 @@ class NaiveEngine:
             self.finish(list(self.running)[pick % len(self.running)], "length")
 
     def _abort_waiting(self, pick: int) -> None:
-        if self.waiting:
-            self.finish(list(self.waiting)[pick % len(self.waiting)], "abort")
+        waiting = [*self.waiting, *self.swapped]
+        if waiting:
+            self.finish(waiting[pick % len(waiting)], "abort")
+
+    def _swap_out(self, pick: int) -> None:
+        if self.running:
+            self.swap_out(list(self.running)[pick % len(self.running)])
+
+    def _swap_in(self, pick: int) -> None:
+        if self.swapped:
+            self.swap_in(list(self.swapped)[pick % len(self.swapped)], 1 + pick % 3)
+
+    def _abandon_swap(self, pick: int) -> None:
+        if self.swapped:
+            self.abandon_swap(list(self.swapped)[pick % len(self.swapped)])
+
+    def _say_why(self, pick: int) -> None:
+        waiting = [*self.waiting, *self.swapped]
+        if waiting:
+            reasons: tuple[WaitReason, ...] = ("blocks", "sequences", "tokens", "transfer")
+            self.say_why({name: reasons[(pick + place) % 4] for place, name in enumerate(waiting) if place % 2 == 0})
 
     def _truncate(self, pick: int) -> None:
         if self.tables:

@@ -1,15 +1,17 @@
 """An engine under random load with every feature on, watched by a mirror and by the oracle of all metrics."""
 
+from contextlib import suppress
 from random import Random
 
 from builders import FakeClock, NullModel, make_core
 from metrics_oracle import Oracle
 
+from kvwatch.errors import ChangeFailed, ChangeRefused
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, RequestOrigin
 from kvwatch_engine.contracts.sampling import SamplingParams
-from kvwatch_engine.contracts.step import StepInput, StepResult
+from kvwatch_engine.contracts.step import Int64Array, StepInput, StepResult
 from kvwatch_engine.scheduling.policy import worst_case_blocks
 
 STEP_NS = (0, 1_000_000, 20_000_000, 300_000_000, 2_000_000_000)
@@ -24,6 +26,12 @@ class TimedModel(NullModel):
         self.clock = clock
         self.random = random
         self.next_error: Exception | None = None
+
+    def rebuild(self, num_blocks: int, sources: Int64Array, destinations: Int64Array) -> None:
+        self.clock.now_ns += self.random.choice(STEP_NS)
+        if self.random.random() < 0.2:
+            raise MemoryError("made to fail")
+        super().rebuild(num_blocks, sources, destinations)
 
     def execute(self, step: StepInput) -> StepResult:
         duration = self.random.choice(STEP_NS)
@@ -56,6 +64,10 @@ class RandomLoad:
             max_prefill_chunk=random.choice([None, 4, 9]),
             watermark_blocks=random.randint(0, 3),
             enable_prefix_cache=random.random() < 0.8,
+            reserve_prompt=random.random() < 0.7,
+            priority_aging_seconds=random.choice([0.0, 1.0, 30.0]),
+            victim_policy=random.choice(["newest", "least-computed", "lowest-priority"]),
+            deadline_seconds=random.choice([None, None, 20.0]),
         )
         self.cursor = self.log.subscribe("test")
         self.oracle = Oracle(self.core)
@@ -86,7 +98,11 @@ class RandomLoad:
         )
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n, seed=random.randint(0, 99))
         request = GenerationRequest(
-            request_id=f"r{self.num_submitted}", prompt_token_ids=prompt, sampling=sampling, origin=origin
+            request_id=f"r{self.num_submitted}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            origin=origin,
+            priority=random.choice([0, 0, 1, 2]),
         )
         self.log.begin(self.core.num_steps)
         self.core.add(request, self.clock.monotonic_ns())
@@ -96,11 +112,14 @@ class RandomLoad:
         self.clock.advance(random.choice(PAUSE_SECONDS))
         self.log.begin(core.num_steps)
         live = core.live_request_ids()
-        kind = random.choice(["abort", "abort", "abort all", "stop", "fail", "out of memory", "reset"])
+        kind = random.choice(["abort", "abort", "abort all", "stop", "fail", "out of memory", "reset", "resize"])
         model = core._executor
         assert isinstance(model, TimedModel)
         if kind == "reset":
             core.manager.pool.clear_cache()
+        elif kind == "resize":
+            with suppress(ChangeRefused, ChangeFailed):
+                core.resize(core.prepare_resize(random.randint(1, 60)))
         elif kind == "fail":
             model.next_error = RuntimeError("made to fail")
         elif kind == "out of memory":

@@ -6,6 +6,7 @@ The oracle is the engine itself: `snapshots` holds what it said after each step.
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from builders import make_core, make_request
@@ -38,7 +39,7 @@ class RecordingStage:
     """Steps an engine at random and records it."""
 
     def __init__(
-        self, settings: RecorderSettings, seed: int = 0, log_capacity: int = 65_536, **core_settings: object
+        self, settings: RecorderSettings, seed: int = 0, log_capacity: int = 65_536, **core_settings: Any
     ) -> None:
         self.random = random.Random(seed)
         self.log = EventLog(log_capacity)
@@ -102,7 +103,7 @@ class RecordingStage:
             live = self.core.live_request_ids()
             if live and self.random.random() < 0.05:
                 self.core.abort(self.random.choice(live))
-            self.model.fail_next = self.random.random() < fail_chance
+            self.model.next_errors = [RuntimeError("the model fails")] if self.random.random() < fail_chance else []
             before = self.log.head
             self.core.step()
             if self.log.head != before:

@@ -1,35 +1,52 @@
 """The scheduler under random load: fair, within its budgets, exact in its events, right in its answers."""
 
-from builders import LedgerFollower, NullModel, make_core, make_request
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from builders import FakeClock, LedgerFollower, NullModel, make_core, make_request
+from dict_tiers import DictTiers
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from slot_store import SlotStore
+from tier_faults import SteppedWorker
 
+from kvwatch.errors import ChangeRefused
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import FinishReason, SequenceOutput
 from kvwatch_engine.contracts.step import StepInput, StepResult
+from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.core import sequence_seed
+from kvwatch_engine.memory.block_manager import BlockManager
+from kvwatch_engine.memory.tiers.block_file import StoreIdentity
+from kvwatch_engine.memory.tiers.tiers import Machine, MemoryTiers, TierSettings
+from kvwatch_engine.memory.tiers.worker import Mover
 from kvwatch_engine.scheduling.policy import worst_case_blocks
-from kvwatch_engine.scheduling.request import RequestState
+from kvwatch_engine.scheduling.request import Request, RequestState
 
 EOS = 3
 
 
 class FailingModel(NullModel):
-    """A null model whose next step can be made to fail, as a model that runs out of memory would."""
+    """A null model whose next steps can be made to fail, before or after they have written."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fail_next = False
+        self.next_errors: list[Exception] = []
+        self.fails_late = False
 
     def execute(self, step: StepInput) -> StepResult:
-        if self.fail_next:
-            self.fail_next = False
-            raise MemoryError("made to fail")
-        return super().execute(step)
+        error = self.next_errors.pop() if self.next_errors else None
+        if error is not None and not self.fails_late:
+            raise error
+        result = super().execute(step)
+        if error is not None:
+            raise error
+        return result
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Submit, abort, stop, fail and step at random.
+    """Submit, abort, stop, fail and step at random, with other tiers or without.
 
     The oracle knows each sequence's whole answer in advance, since the null model's tokens depend on (prompt, seed,
     position) only: whatever is batched, chunked, shared, preempted or recomputed, the answer must be this one.
@@ -45,6 +62,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_cache=st.booleans(),
         log_capacity=st.sampled_from([16, 100_000]),
         closely=st.booleans(),
+        policies=st.tuples(
+            st.sampled_from(["recompute", "swap", "auto"]),
+            st.sampled_from(["newest", "least-computed", "lowest-priority"]),
+            st.booleans(),  # whether prompts are reserved
+            st.sampled_from([0.0, 0.5, 30.0]),  # seconds of ageing
+            st.integers(1, 4),  # preemptions until a request is protected
+        ),
+        tiers=st.one_of(
+            st.none(),
+            st.fixed_dictionaries(
+                {
+                    "max_polls": st.integers(0, 4),
+                    "failure_rate": st.sampled_from([0.0, 0.0, 0.3, 1.0]),
+                    "host_blocks": st.integers(4, 80),
+                    "num_prefixes": st.sampled_from([0, 20]),
+                    "seconds_per_block": st.sampled_from([None, 0.0, 1.0]),
+                }
+            ),
+            st.fixed_dictionaries(
+                {
+                    "copy_failures": st.sampled_from([0.0, 0.2, 1.0]),
+                    "host_blocks": st.integers(4, 80),
+                    "seconds": st.sampled_from([0.3, 100.0]),
+                }
+            ),
+        ),
+        tiers_seed=st.integers(0, 1000),
     )
     def start(
         self,
@@ -57,9 +101,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_cache: bool,
         log_capacity: int,
         closely: bool,
+        policies: tuple[str, str, bool, float, int],
+        tiers: dict[str, Any] | None,
+        tiers_seed: int,
     ) -> None:
         self.is_followed_closely = closely
-        self.log = EventLog(log_capacity)  # with 16 the ledger loses events all the time and has to heal itself
+        self.tiers_random = Random(tiers_seed)
+        self.worker: SteppedWorker | None = None
+        self.clock = FakeClock()
+        # With 16 the ledger loses events all the time and has to heal itself.
+        self.log = EventLog(log_capacity, self.clock)
         self.model = FailingModel()
         self.model.on_step = self.check_step
         self.model.on_context = self.check_context
@@ -73,12 +124,52 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_prefill_chunk=max_chunk,
             watermark_blocks=watermark,
             enable_prefix_cache=enable_cache,
+            preemption_mode=policies[0],
+            victim_policy=policies[1],
+            reserve_prompt=policies[2],
+            priority_aging_seconds=policies[3],
+            protect_after_preemptions=policies[4],
+            make_tiers=None if tiers is None else lambda manager: self.make_tiers(manager, tiers),
         )
+        self.admitted: dict[str, Request] = {}
         self.ledger = LedgerFollower(self.log, self.core.snapshot)
         self.expected: dict[tuple[str, int], list[int]] = {}
         self.prompts: dict[str, tuple[int, ...]] = {}
+        self.deadlines: dict[str, int | None] = {}
         self.answers: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], FinishReason] = {}
+
+    def make_tiers(self, manager: BlockManager, settings: dict[str, Any]) -> Tiers:
+        """Return tiers over dictionaries, or, if a share of failures is given for copies, the real ones."""
+        if "copy_failures" not in settings:
+            return DictTiers(manager, self.log, self.model, self.tiers_random, **settings)
+        device = SlotStore(self.model)
+        self.copy_failures = settings["copy_failures"]
+        device.before = self.fail_copy
+        block_bytes = 8 * manager.block_size
+        return MemoryTiers(
+            manager,
+            TierSettings(host_bytes=block_bytes * settings["host_blocks"], transfer_seconds=settings["seconds"]),
+            Machine(device, make_worker=self.make_worker),
+            StoreIdentity(
+                weights_fingerprint="w",
+                kv_dtype="int64",
+                block_size=manager.block_size,
+                num_layers=1,
+                num_kv_heads=1,
+                head_dim=1,
+            ),
+            block_bytes,
+            self.log,
+        )
+
+    def make_worker(self, mover: Mover) -> SteppedWorker:
+        self.worker = SteppedWorker(mover)
+        return self.worker
+
+    def fail_copy(self) -> None:
+        if self.tiers_random.random() < self.copy_failures:
+            raise RuntimeError("made to fail")
 
     # ------------------------------------------------------------------ rules
 
@@ -89,8 +180,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 3),
         ignore_eos=st.booleans(),
         seed=st.integers(0, 1000),
+        priority=st.integers(0, 3),
+        deadline=st.sampled_from([None, None, None, 0.3, 5.0]),
     )
-    def submit(self, prompt: list[int], n: int, max_tokens: int, min_tokens: int, ignore_eos: bool, seed: int) -> None:
+    def submit(
+        self,
+        prompt: list[int],
+        n: int,
+        max_tokens: int,
+        min_tokens: int,
+        ignore_eos: bool,
+        seed: int,
+        priority: int,
+        deadline: float | None,
+    ) -> None:
         config = self.core.settings
         if worst_case_blocks(len(prompt), max_tokens, n, config.block_size) > config.num_blocks - 1:
             return  # refused at submission
@@ -99,26 +202,48 @@ class SchedulerMachine(RuleBasedStateMachine):
         for index in range(n):
             answer = self.expected_answer(tuple(prompt), sequence_seed(seed, index), max_tokens, min_tokens, ignore_eos)
             self.expected[request_id, index] = answer
-        self.core.add(
-            make_request(
-                request_id,
-                prompt,
-                n=n,
-                max_tokens=max_tokens,
-                min_tokens=min(min_tokens, max_tokens),
-                ignore_eos=ignore_eos,
-                seed=seed,
-            ),
-            self.log.clock.monotonic_ns(),
+        request = make_request(
+            request_id,
+            prompt,
+            n=n,
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            ignore_eos=ignore_eos,
+            seed=seed,
         )
+        now = self.clock.monotonic_ns()
+        self.deadlines[request_id] = None if deadline is None else now + int(deadline * 1e9)
+        self.core.add(replace(request, priority=priority, deadline_seconds=deadline), now)
 
-    @rule(count=st.integers(1, 12))
-    def step(self, count: int) -> None:
+    @rule(num_blocks=st.integers(2, 70))
+    def resize(self, num_blocks: int) -> None:
+        """Between two steps, whatever runs; refused, it changes nothing."""
+        before = self.core.snapshot()
+        needed = [
+            worst_case_blocks(r.num_prompt_tokens, r.sampling.max_tokens, r.sampling.n, before.block_size_tokens)
+            for r in self.core.scheduler.lifecycle.requests()
+        ]
+        if self.num_in_flight:
+            return  # the engine asks again when the transfers have ended
+        used, watermark = self.core.manager.pool.num_used, self.core.settings.watermark_blocks
+        try:
+            self.core.resize(self.core.prepare_resize(num_blocks))
+        except ChangeRefused:
+            assert max([used, watermark + 1, *needed]) > num_blocks - 1
+            after = self.core.snapshot()
+            assert (after.tiers, after.sequences, after.config) == (before.tiers, before.sequences, before.config)
+        else:
+            assert max([used, watermark + 1, *needed]) <= num_blocks - 1
+            assert self.core.snapshot().config["num_blocks"] == num_blocks
+
+    @rule(count=st.integers(1, 12), seconds=st.sampled_from([0.0, 0.0, 0.01, 0.4]))
+    def step(self, count: int, seconds: float) -> None:
         for _ in range(count):
-            self.collect(self.core.step())
+            self.clock.advance(seconds)
+            self.run_step()
 
     @rule(
-        kind=st.sampled_from(["abort", "stop", "fail a step", "reset"]),
+        kind=st.sampled_from(["abort", "stop", "fail a step", "run out of memory", "reset", "pause"]),
         pick=st.integers(0, 10_000),
         sequence=st.integers(0, 3),
     )
@@ -127,10 +252,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         live = self.core.live_request_ids()
         if kind == "reset":
             self.core.manager.pool.clear_cache()
+        elif kind == "pause":
+            self.core.scheduler.admission.is_paused = bool(pick % 2)
         elif kind == "fail a step":
-            self.model.fail_next = True
-            self.collect(self.core.step())
-            self.model.fail_next = False
+            self.fail([RuntimeError("made to fail")], late=bool(pick % 2))
+        elif kind == "run out of memory":
+            self.fail([MemoryError("made to fail")] * (1 + pick % 3), late=bool(pick % 2))
         elif live and kind == "abort":
             self.collect(self.core.abort(live[pick % len(live)]))
         elif live:
@@ -138,6 +265,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.core.stop_sequence(*key)
             if key in self.expected:
                 self.reasons.setdefault(key, FinishReason.STOP)
+
+    def fail(self, errors: list[Exception], *, late: bool) -> None:
+        self.model.next_errors, self.model.fails_late = errors, late
+        for _ in errors:
+            self.run_step()
+        self.model.next_errors = []
 
     @rule()
     def ledger_catches_up(self) -> None:
@@ -159,17 +292,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         lifecycle = self.core.scheduler.lifecycle
         holders = {owner.request for owner in self.core.manager.owners()}
         running = {request.request_id for request in lifecycle.running}
-        assert holders == running, "waiting and finished requests hold no block, running ones do"
-        arrivals = [request.arrival for request in lifecycle.waiting]
-        assert arrivals == sorted(arrivals)
-        if lifecycle.running and arrivals:
-            assert max(request.arrival for request in lifecycle.running) < arrivals[0], "nobody was overtaken"
+        assert running <= holders
+        awaited = {request.request_id for request in lifecycle.requests() if request.transfer is not None}
+        assert holders - running <= self.in_transfer() | awaited, "who does not run holds blocks for a transfer at most"
+        for queue in (list(lifecycle.waiting), lifecycle.running):
+            ranks = [request.rank for request in queue]
+            assert ranks == sorted(ranks)
         assert all(request.state is RequestState.RUNNING for request in lifecycle.running)
+        live = lifecycle.requests()
+        assert len(live) == len(lifecycle.running) + len(lifecycle.waiting) + len(lifecycle.arriving)
+
+    @invariant()
+    def nobody_is_admitted_before_an_earlier_one_of_the_same_priority(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        lifecycle = self.core.scheduler.lifecycle
+        self.admitted |= {each.request_id: each for each in lifecycle.running}
+        last: dict[int, tuple[int, int]] = {}
+        for request in self.admitted.values():
+            last[request.priority] = max(request.rank, last.get(request.priority, request.rank))
+        for request in lifecycle.waiting:
+            if request.admitted_ns is None and request.priority in last:
+                assert last[request.priority] < request.rank
 
     @invariant()
     def filled_slots_are_computed_tokens(self) -> None:
         """Without any sharing, each computed token fills one slot of its own."""
-        if not hasattr(self, "core") or self.core.settings.enable_prefix_cache:
+        if not hasattr(self, "core") or self.core.settings.enable_prefix_cache or self.num_in_flight:
             return
         running = self.core.scheduler.lifecycle.running
         if all(len(request.sequences) == 1 for request in running):
@@ -186,6 +335,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert max(lengths) <= (config.max_prefill_chunk or config.max_batch_tokens)
         assert len(set(step.slot_mapping.tolist())) == step.num_tokens, "no slot is written twice"
         assert int(step.slot_mapping.min()) >= config.block_size, "the null block is never written"
+        if self.num_in_flight or self.core.scheduler._step_size.max_tokens is not None:
+            return  # somebody may have to wait
         for request in self.core.scheduler.lifecycle.running:
             for sequence in request.active_sequences():
                 if sequence.is_decoding:
@@ -201,23 +352,53 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
+        self.core.scheduler.admission.is_paused = False
         for _ in range(5000):
             if not self.core.has_work:
                 break
-            self.collect(self.core.step())
+            self.run_step()
         assert not self.core.has_work, "nobody starves"
         assert set(self.reasons) == set(self.expected), "every sequence ends"
         for key, reason in self.reasons.items():
             answer = self.answers.get(key, [])
             assert answer == self.expected[key][: len(answer)]
+            deadline = self.deadlines[key[0]]
+            assert reason is not FinishReason.DEADLINE or (deadline is not None and deadline <= self.log.now_ns)
             if reason is FinishReason.LENGTH:
                 assert answer == self.expected[key]
         self.ledger.catch_up()
         pool = self.core.manager.pool
         assert pool.num_used == 0
         assert pool.num_cached + pool.num_empty == pool.capacity
+        assert not [each for each in self.core.snapshot().sequences if each.block_ids], "nobody holds a block anywhere"
+        if isinstance(self.core.tiers, DictTiers):
+            assert not self.core.tiers.kept
 
     # ------------------------------------------------------------------ parts
+
+    def run_step(self) -> None:
+        if self.worker is not None:
+            self.worker.carry_out(self.tiers_random.choice([0, 0, 1, 2]))
+        num_errors = len(self.model.next_errors)
+        self.collect(self.core.step())
+        lifecycle = self.core.scheduler.lifecycle
+        waiting = [*lifecycle.waiting, *lifecycle.arriving]
+        if len(self.model.next_errors) == num_errors:  # else some were preempted after the step was composed
+            assert all(request.wait_reason is not None for request in waiting), "all that wait say why"
+        assert all((request.wait_reason == "transfer") or request.transfer is None for request in waiting)
+        now = self.log.now_ns
+        assert all(each.deadline_ns is None or each.deadline_ns > now for each in lifecycle.requests())
+
+    @property
+    def num_in_flight(self) -> int:
+        return self.core.tiers.num_in_flight if self.core.tiers is not None else 0
+
+    def in_transfer(self) -> set[str]:
+        """Return the requests that take part in a transfer, those among them that have ended included."""
+        tiers = self.core.tiers
+        if isinstance(tiers, DictTiers):
+            return {transfer.request_id for transfer in tiers.in_flight}
+        return set() if tiers is None else {transfer.request for transfer in tiers.transfers()}
 
     def collect(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:

@@ -4,6 +4,7 @@ The engine is real, the model arithmetic; the clock moves only when a step runs.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from builders import FakeClock, NullModel, make_core, make_request
 from opentelemetry.sdk.resources import Resource
@@ -28,7 +29,7 @@ STEP_SECONDS = 0.01
 class Traced:
     """An engine whose requests are traced."""
 
-    def __init__(self, *, ratio: float = 1.0, slow_seconds: float = 1e9, **settings: object) -> None:
+    def __init__(self, *, ratio: float = 1.0, slow_seconds: float = 1e9, **settings: Any) -> None:
         self.clock = FakeClock()
         self.log = EventLog(1 << 16, self.clock)
         self.model = NullModel()

@@ -5,23 +5,30 @@
 """
 
 import secrets
+from collections.abc import Callable, Iterable
 
 import structlog
 
+from kvwatch.errors import ChangeRefused
 from kvwatch.telemetry.events import OutOfMemory, RequestRejected, StepFailed
 from kvwatch.telemetry.events.request import RejectionReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot, RequestState
 from kvwatch_engine.contracts.block import BlockHash
+from kvwatch_engine.contracts.cache import BlockMemory
 from kvwatch_engine.contracts.errors import is_out_of_memory
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, SequenceOutput
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepExecutor, StepResult
+from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.memory.block_hash import ExtraKey, HashChain, KeyTag, root_hash
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import BlockPool
+from kvwatch_engine.resize import PoolResizer, PreparedResize
+from kvwatch_engine.scheduling.policy import deadline_of, rank_of
 from kvwatch_engine.scheduling.request import Request
-from kvwatch_engine.scheduling.scheduler import Scheduler, StepDurations
+from kvwatch_engine.scheduling.results import StepDurations
+from kvwatch_engine.scheduling.scheduler import Scheduler
 from kvwatch_engine.scheduling.step_builder import ScheduledStep
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # golden ratio in 64 bits: seeds of a request's sequences lie far apart
@@ -42,8 +49,25 @@ class EngineCore:
     """
 
     def __init__(
-        self, settings: EngineSettings, executor: StepExecutor, log: EventLog, *, block_bytes: int = 0
+        self,
+        settings: EngineSettings,
+        executor: StepExecutor,
+        log: EventLog,
+        *,
+        block_bytes: int = 0,
+        memory: BlockMemory | None = None,
+        make_tiers: Callable[[BlockManager], Tiers] | None = None,
     ) -> None:
+        """Create an engine without requests.
+
+        Args:
+            settings: limits and policies.
+            executor: computes the steps.
+            log: where events go.
+            block_bytes: size of one block over all layers, for telemetry.
+            memory: the blocks' memory; without it the pool cannot be resized.
+            make_tiers: makes the tiers behind the device, which know the block tables; none without it.
+        """
         self.settings = settings
         self._executor = executor
         self._log = log
@@ -56,13 +80,16 @@ class EngineCore:
             enable_prefix_cache=settings.enable_prefix_cache,
             emit_token_ids=settings.emit_token_ids,
         )
-        self.scheduler = Scheduler(settings, self.manager, log)
+        self.tiers = make_tiers(self.manager) if make_tiers is not None else None
+        self.scheduler = Scheduler(settings, self.manager, log, self.tiers)
+        self._resizer = PoolResizer(self.manager, memory, log) if memory is not None else None
         self._num_steps = 0
         self._num_arrivals = 0
+        self._last_step_ns: int | None = None
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running."""
+        """Whether a request is live, or a transfer has not ended."""
         return self.scheduler.has_work
 
     @property
@@ -81,20 +108,25 @@ class EngineCore:
         """Take in a request that was found valid. `queued_ns` is the monotonic time of its arrival."""
         seed = source.sampling.seed
         first_seed = secrets.randbits(63) if seed is None else seed
+        settings, arrival = self.settings, self._num_arrivals
         request = Request(
             source,
-            arrival=self._num_arrivals,
+            arrival=arrival,
             queued_ns=queued_ns,
             seeds=[sequence_seed(first_seed, index) for index in range(source.sampling.n)],
-            chain=HashChain(self._root(source.cache_salt), self.settings.block_size),
+            chain=HashChain(self._root(source.cache_salt), settings.block_size),
+            rank=rank_of(source.priority, queued_ns, arrival, settings.priority_aging_seconds),
+            deadline_ns=deadline_of(queued_ns, source.deadline_seconds, settings.deadline_seconds),
         )
         self._num_arrivals += 1
-        self.scheduler.lifecycle.queue(request)
+        self.scheduler.add(request)
 
     def abort(
         self, request_id: str, reason: FinishReason = FinishReason.ABORT, error: str = "", error_type: str = ""
     ) -> list[SequenceOutput]:
-        """End a request whatever its state; its blocks are free on return. Unknown ids are ignored.
+        """End a request whatever its state. Unknown ids are ignored.
+
+        Its blocks are free on return, or, if they take part in a transfer, when that has ended.
 
         Args:
             request_id: the request.
@@ -103,14 +135,7 @@ class EngineCore:
             error_type: what telemetry is told about an error: its class.
         """
         request = self.scheduler.lifecycle.find(request_id)
-        if request is None:
-            return []
-        outputs = [
-            SequenceOutput(request_id=request_id, sequence=sequence.index, finish_reason=reason, error=error)
-            for sequence in request.live_sequences()
-        ]
-        self.scheduler.lifecycle.finish_request(request, reason, error_type)
-        return outputs
+        return [] if request is None else self.scheduler.end(request, reason, error, error_type)
 
     def stop_sequence(self, request_id: str, sequence: int) -> None:
         """End one sequence with reason `stop`. Unknown ids are ignored."""
@@ -127,6 +152,41 @@ class EngineCore:
         """Return the ids of all requests that have not ended."""
         return [request.request_id for request in self.scheduler.lifecycle.requests()]
 
+    def close(self) -> None:
+        """Let go of what tiers hold outside this process's memory, at its end."""
+        if self.tiers is not None:
+            self.tiers.close()
+
+    # ------------------------------------------------------------------ change
+
+    def prepare_resize(
+        self, num_blocks: int, reason: str = "", arriving: Iterable[GenerationRequest] = ()
+    ) -> PreparedResize:
+        """Find out whether the pool can have another number of blocks. Changes nothing.
+
+        Args:
+            num_blocks: blocks from now on, the null block included.
+            reason: why, in the words of whoever asked.
+            arriving: requests that were accepted and will be added.
+
+        Raises:
+            ChangeRefused: something does not fit.
+        """
+        if self._resizer is None:
+            raise ChangeRefused("this engine's memory cannot be resized; restart it with another --num-blocks")
+        live: list[GenerationRequest | Request] = [*self.scheduler.lifecycle.requests(), *arriving]
+        return self._resizer.prepare(num_blocks, reason, self.settings, live)
+
+    def resize(self, prepared: PreparedResize) -> None:
+        """Give the pool the number of blocks that was prepared just now.
+
+        Raises:
+            ChangeFailed: the memory cannot be had; nothing was changed.
+        """
+        assert self._resizer is not None, "it prepared this"
+        self.settings = self._resizer.carry_out(prepared, self.settings)
+        self.scheduler.adopt(self.settings)
+
     # ------------------------------------------------------------------ the step
 
     def step(self) -> list[SequenceOutput]:
@@ -134,19 +194,20 @@ class EngineCore:
         log = self._log
         started = log.begin(self._num_steps)
         scheduled = self.scheduler.schedule(self._num_steps)
+        ended = self.scheduler.take_ended()
         if scheduled is None:
-            return []
+            return ended
         self._num_steps += 1
         scheduled_at = log.clock.monotonic_ns()
         try:
             result = self._executor.execute(scheduled.input)
-        except Exception as error:  # whatever the model raises ends this step's requests, not the engine
-            return self._fail(scheduled, error)
-        return self._apply(scheduled, result, scheduled_at - started)
+        except Exception as error:  # whatever the model raises ends this step's requests at most, not the engine
+            return ended + self._fail(scheduled, error)
+        return ended + self._apply(scheduled, result, scheduled_at - started)
 
     def _apply(self, scheduled: ScheduledStep, result: StepResult, schedule_ns: int) -> list[SequenceOutput]:
         log = self._log
-        computed_at = log.begin(scheduled.input.step)
+        computed_at = self._last_step_ns = log.begin(scheduled.input.step)
         applied = self.scheduler.apply(scheduled, result)
         if log.active:
             durations = StepDurations(
@@ -159,10 +220,16 @@ class EngineCore:
         logger.error("step failed", step=scheduled.input.step, error=type(error).__name__, exc_info=error)
         self._log.begin(scheduled.input.step)
         error_type = type(error).__name__
-        if self._log.active:
-            if is_out_of_memory(error):
+        taken_back = None
+        if is_out_of_memory(error):
+            if self._log.active:
                 self._log.append(OutOfMemory(scheduled.input.num_tokens, len(scheduled.chunks)))
-            self._log.append(StepFailed(error_type))
+            taken_back = self.scheduler.retry_smaller(scheduled)
+        if self._log.active:
+            written = taken_back or {}
+            self._log.append(StepFailed(error_type, list(written), list(written.values())))
+        if taken_back is not None:
+            return []
         outputs: list[SequenceOutput] = []
         for chunk in scheduled.chunks:
             request_id = chunk.sequence.request.request_id
@@ -185,8 +252,8 @@ class EngineCore:
             watermark_blocks=settings.watermark_blocks,
             max_queued_requests=settings.max_queued_requests,
             max_queued_tokens=settings.max_queued_tokens,
-            tiers=[self.manager.pool.to_state()],
-            sequences=self.manager.to_states(),
+            tiers=[self.manager.pool.to_state(), *(self.tiers.states() if self.tiers is not None else ())],
+            sequences=[*self.manager.to_states(), *(self.tiers.sequences() if self.tiers is not None else ())],
             requests=[
                 RequestState(
                     request=request.request_id,
@@ -197,15 +264,19 @@ class EngineCore:
                 for request in self.scheduler.lifecycle.requests()
             ],
             config=settings.numbers(),
+            transfers=self.tiers.transfers() if self.tiers is not None else [],
+            last_step_ns=self._last_step_ns,
         )
 
     def check_integrity(self) -> None:
-        """Verify all invariants of pool and tables.
+        """Verify all invariants of pools and tables.
 
         Raises:
             CacheCorruption: with the equation that does not hold.
         """
         self.manager.check_integrity()
+        if self.tiers is not None:
+            self.tiers.check_integrity()
 
     def _root(self, cache_salt: str) -> BlockHash:
         keys = [

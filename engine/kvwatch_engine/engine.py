@@ -10,6 +10,7 @@ what callers read directly (queue lengths, flags) are single integers.
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
@@ -17,21 +18,26 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from kvwatch.errors import ControlError
+from kvwatch.errors import ChangeRefused, ControlError
 from kvwatch.telemetry.events import DrainStarted, EngineEnded
 from kvwatch.telemetry.events.request import RejectionReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot
+from kvwatch_engine.contracts.cache import BlockMemory
 from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid, RequestRejected, rejection_reason
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, OutputListener, SequenceOutput
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepExecutor
+from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.core import EngineCore
-from kvwatch_engine.scheduling.policy import worst_case_blocks
+from kvwatch_engine.memory.block_manager import BlockManager
+from kvwatch_engine.scheduling import limits
 from kvwatch_engine.stall_watch import LendingExecutor, LogLease, StallWatch
 
 _IDLE_POLL_SECONDS = 0.5
 _BLOCKED_POLL_SECONDS = 0.01
+_BUSY_POLL_SECONDS = 0.02
+"""Pause before a change that had to wait for transfers is asked for again."""
 
 ENGINE_FAILED = "EngineFailed"
 """Class of the error that ends all requests when the engine itself is defective."""
@@ -52,7 +58,7 @@ class Engine:
     Start once, stop once; `stop` is safe without `start` and twice. All other methods may be called from any thread.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - by keyword
         self,
         settings: EngineSettings,
         executor: StepExecutor,
@@ -61,6 +67,8 @@ class Engine:
         *,
         block_bytes: int = 0,
         memory_bytes: Mapping[str, int] | None = None,
+        memory: BlockMemory | None = None,
+        make_tiers: Callable[[BlockManager], Tiers] | None = None,
     ) -> None:
         """Create an engine that does not run yet.
 
@@ -71,12 +79,22 @@ class Engine:
             listener: is told what each step brought.
             block_bytes: size of one block over all layers, for telemetry.
             memory_bytes: memory of the device by what it is for (`weights`, `kv`, `workspace`), for telemetry.
+            memory: the blocks' memory; without it the pool cannot be resized.
+            make_tiers: makes the tiers behind the device; none without it.
         """
         self.settings = settings
         self._log = log
         self._listener = listener
         self._lease = LogLease()
-        self._core = EngineCore(settings, LendingExecutor(executor, self._lease), log, block_bytes=block_bytes)
+        self._core = EngineCore(
+            settings,
+            LendingExecutor(executor, self._lease),
+            log,
+            block_bytes=block_bytes,
+            memory=memory,
+            make_tiers=make_tiers,
+        )
+        self._block_bytes = block_bytes
         self._memory_bytes = dict(memory_bytes or {})
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvwatch-engine", daemon=True)
@@ -118,15 +136,14 @@ class Engine:
     @property
     def num_live_requests(self) -> int:
         """Requests that were accepted and have not ended."""
-        lifecycle = self._core.scheduler.lifecycle
-        return len(self._pending) + len(lifecycle.waiting) + len(lifecycle.running)
+        return len(self._pending) + self._core.scheduler.lifecycle.num_live
 
     # ------------------------------------------------------------------ EngineClient
 
     @property
     def max_model_len(self) -> int:
         """Longest possible sequence in tokens: min(model, pool)."""
-        return min(self.settings.max_model_len, (self.settings.num_blocks - 1) * self.settings.block_size)
+        return limits.max_model_len(self.settings)
 
     @property
     def max_queued_requests(self) -> int:
@@ -135,10 +152,7 @@ class Engine:
 
     def max_new_tokens(self, num_prompt_tokens: int, n: int) -> int:
         """Return the largest `max_tokens` with which such a request can run; below 1 when it cannot run at all."""
-        size, capacity = self.settings.block_size, self.settings.num_blocks - 1
-        full_prompt_blocks = num_prompt_tokens // size
-        blocks_each = full_prompt_blocks + (capacity - full_prompt_blocks) // n
-        return min(self.max_model_len - num_prompt_tokens, blocks_each * size - num_prompt_tokens + 1)
+        return limits.max_new_tokens(num_prompt_tokens, n, self.settings)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; its outputs come through the listener.
@@ -149,8 +163,9 @@ class Engine:
         """
         queued_ns = self._log.clock.monotonic_ns()
         try:
-            self._check_valid(request)
+            limits.check_valid(request, self.settings)
             with self._lock:
+                limits.check_length(request, self.settings)  # the pool is not resized meanwhile
                 self._check_room(request)
                 self._pending[request.request_id] = request
         except RequestRejected as error:
@@ -181,6 +196,24 @@ class Engine:
         snapshot = self._ask(lambda core: core.snapshot(), timeout_seconds)
         state = "draining" if self._is_draining else "running"
         return msgspec.structs.replace(snapshot, engine_state=state, memory_bytes=self._memory_bytes)
+
+    def resize(self, num_blocks: int, *, reason: str = "", timeout_seconds: float = 60.0) -> None:
+        """Give the pool another number of blocks between two steps, while requests run; see `PoolControl`.
+
+        Raises:
+            ChangeRefused: live requests need more blocks than that, now or at worst; nothing was changed.
+            ChangeFailed: there is not enough memory; nothing was changed.
+            ControlError: the engine has stopped, or did not answer in time.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                return self._ask(lambda core: self._resize(core, num_blocks, reason), left)
+            except ChangeRefused as error:
+                if not error.is_passing or left == 0.0:
+                    raise
+                time.sleep(_BUSY_POLL_SECONDS)
 
     def check_integrity(self, timeout_seconds: float = 5.0) -> None:
         """Verify all invariants of pool and tables between two steps.
@@ -220,14 +253,28 @@ class Engine:
             self._lease.give()
 
     def _step(self) -> None:
-        steps_before = self._core.num_steps
-        outputs = self._core.step()
-        if self._core.num_steps != steps_before:
+        core = self._core
+        steps_before, transfers_before = core.num_steps, core.scheduler.num_transfers
+        outputs = core.step()
+        is_blocked = core.num_steps == steps_before
+        if not is_blocked or core.scheduler.num_transfers != transfers_before:
             self._progress_ns = self._log.clock.monotonic_ns()
-        else:
-            self._carry_out_commands(wait_seconds=_BLOCKED_POLL_SECONDS)
         if outputs:
             self._listener(outputs)
+        if is_blocked and core.has_work:
+            self._await_change()
+
+    def _await_change(self) -> None:
+        """Nothing can be computed now: wait a little for a transfer to end or for a command."""
+        tiers = self._core.tiers
+        if tiers is None or tiers.num_in_flight == 0:
+            self._carry_out_commands(wait_seconds=_BLOCKED_POLL_SECONDS)
+            return
+        self._lease.give()
+        try:
+            tiers.wait(_BLOCKED_POLL_SECONDS)
+        finally:
+            self._lease.take()
 
     def _carry_out_commands(self, wait_seconds: float) -> None:
         """Carry out all commands in the inbox, waiting for the first one so long."""
@@ -259,6 +306,18 @@ class Engine:
         if outputs:
             self._listener(outputs)
 
+    def _resize(self, core: EngineCore, num_blocks: int, reason: str) -> None:
+        with self._lock:
+            prepared = core.prepare_resize(num_blocks, reason, self._pending.values())
+            # Meanwhile nobody is accepted who fits one of the two sizes only.
+            self.settings = min(core.settings, prepared.wanted, key=lambda settings: settings.num_blocks)
+        try:
+            core.resize(prepared)
+        finally:
+            self.settings = core.settings
+        if "kv" in self._memory_bytes:
+            self._memory_bytes["kv"] = num_blocks * self._block_bytes
+
     def _emit_drain(self, grace_seconds: float) -> None:
         if self._log.active:
             self._log.append(DrainStarted(int(grace_seconds * 1e9)))
@@ -284,6 +343,7 @@ class Engine:
         ]
         for request_id in self._core.live_request_ids():
             outputs += self._core.abort(request_id, reason, error, error_type)
+        self._core.close()
         if self._log.active:
             self._log.append(EngineEnded("failed" if self._has_failed else "stopped"))
         if outputs:
@@ -299,7 +359,8 @@ class Engine:
     def _queues(self) -> tuple[int, int]:
         """Return the numbers of running and of waiting requests. Any thread."""
         lifecycle = self._core.scheduler.lifecycle
-        return len(lifecycle.running), len(lifecycle.waiting)
+        num_running = len(lifecycle.running)
+        return num_running, lifecycle.num_live - num_running
 
     def _ask(self, question: Callable[[EngineCore], T], timeout_seconds: float) -> T:
         future: Future[T] = Future()
@@ -339,48 +400,3 @@ class Engine:
     def _num_queued_tokens(self) -> int:
         pending = sum(len(request.prompt_token_ids) for request in self._pending.values())
         return pending + self._core.scheduler.lifecycle.waiting.num_tokens
-
-    def _check_valid(self, request: GenerationRequest) -> None:
-        """Refuse at once what can never run, instead of queueing it for ever."""
-        sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
-        if num_prompt_tokens > self.settings.max_queued_tokens:
-            limit = self.settings.max_queued_tokens
-            raise RequestInvalid(
-                f"the prompt has {num_prompt_tokens} tokens, but the queue takes {limit}; shorten it, or raise "
-                "--max-queued-tokens",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if num_prompt_tokens == 0:
-            raise RequestInvalid("the prompt is empty; it needs at least one token", param="prompt")
-        lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
-        if lowest < 0 or highest >= self.settings.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            limit = self.settings.vocab_size - 1
-            raise RequestInvalid(f"token id {wrong} is outside the vocabulary (0 to {limit})", param="prompt")
-        if not 1 <= sampling.n <= self.settings.max_num_seqs:
-            raise RequestInvalid(
-                f"n is {sampling.n}, but 1 to {self.settings.max_num_seqs} sequences can run", param="n"
-            )
-        if sampling.max_tokens < 1:
-            raise RequestInvalid(f"max_tokens is {sampling.max_tokens}; it must be at least 1", param="max_tokens")
-        self._check_length(num_prompt_tokens, sampling.max_tokens, sampling.n)
-
-    def _check_length(self, num_prompt_tokens: int, max_tokens: int, n: int) -> None:
-        total = num_prompt_tokens + max_tokens
-        if total > self.max_model_len:
-            raise RequestInvalid(
-                f"prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) are {total} tokens together, but "
-                f"the longest possible sequence has {self.max_model_len}; shorten the prompt or lower max_tokens",
-                param="max_tokens" if num_prompt_tokens < self.max_model_len else "prompt",
-                code="context_length_exceeded",
-            )
-        capacity = self.settings.num_blocks - 1
-        needed = worst_case_blocks(num_prompt_tokens, max_tokens, n, self.settings.block_size)
-        if needed > capacity:
-            raise RequestInvalid(
-                f"{n} sequences of up to {total} tokens may need {needed} blocks, but the pool has {capacity}; "
-                "lower n or max_tokens",
-                param="n" if n > 1 else "max_tokens",
-                code="context_length_exceeded",
-            )

@@ -30,10 +30,12 @@ from kvwatch.telemetry.clock import Clock
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.cache import KVCacheSpec, KVDtype
 from kvwatch_engine.contracts.model import ModelInfo
-from kvwatch_engine.contracts.settings import EngineSettings
+from kvwatch_engine.contracts.settings import EngineSettings, PreemptionMode, VictimPolicy
 from kvwatch_engine.engine import Engine
-from kvwatch_engine.memory.sizing import default_num_blocks, parse_watermark
+from kvwatch_engine.memory.sizing import default_num_blocks, parse_watermark, watermark_ratio
+from kvwatch_engine.memory.tiers.tiers import DEFAULT_TRANSFER_SECONDS, TierSettings
 from kvwatch_engine.serve_signals import DumpSignal, dump_on_signal
+from kvwatch_engine.serve_tiers import tier_settings, tiers_factory
 from kvwatch_engine.threads import bound_spinning
 
 if TYPE_CHECKING:
@@ -74,6 +76,38 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
     max_queued_requests: Annotated[int, setting("Waiting requests beyond this get 429.", minimum=1)] = 1024
     max_queued_tokens: Annotated[int, setting("Waiting prompt tokens beyond this get 429.", minimum=1)] = 1_048_576
     watermark: Annotated[str, setting("Blocks kept free at admission: 0.02 is a ratio, 8 are blocks.")] = "0.02"
+    reserve_prompt: Annotated[
+        bool, setting("Admit a request only when all its tokens fit at once; else its first chunk is enough.")
+    ] = True
+    priority_aging_seconds: Annotated[
+        float,
+        setting("A request of priority p waits as if it had come p times so much later; 0: never ages.", minimum=0),
+    ] = 30.0
+    deadline_seconds: Annotated[
+        float | None, setting("Requests end with an error after this time; they may ask for less.", minimum=0.001)
+    ] = None
+    preemption_mode: Annotated[
+        PreemptionMode, setting("What becomes of K/V whose blocks are taken; auto: what is cheaper, as measured.")
+    ] = "auto"
+    victim_policy: Annotated[
+        VictimPolicy, setting("Who yields when blocks are short; low priorities always come first.")
+    ] = "newest"
+    protect_after_preemptions: Annotated[
+        int, setting("A request that was preempted so often yields last of its priority.", minimum=1)
+    ] = 3
+    host_memory: Annotated[
+        str | None, setting("Host memory for swapped requests and evicted prefixes, such as 4GiB; default: none.")
+    ] = None
+    disk_dir: Annotated[
+        str | None, setting("Folder for prefixes that the host or the device evicts; what is stale in it is removed.")
+    ] = None
+    disk_bytes: Annotated[str | None, setting("Most bytes in --disk-dir, such as 100GiB.")] = None
+    swap_bandwidth: Annotated[
+        str | None, setting("Limit of the link to the device a second, such as 100MiB, to stand for a slower one.")
+    ] = None
+    transfer_seconds: Annotated[
+        float, setting("A transfer between tiers that takes longer has failed: recompute.", minimum=0.01)
+    ] = DEFAULT_TRANSFER_SECONDS
     prefix_cache: Annotated[bool, setting("Reuse the blocks of known prefixes.")] = True
     drain_seconds: Annotated[
         float, setting("Time that requests get to finish on SIGTERM.", minimum=0, maximum=86_400)
@@ -145,6 +179,7 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
     cache_dir = Path(settings.cache_dir) if settings.cache_dir else default_cache_dir()
     # Ports and files first: whoever mistyped one should not wait for a model.
     plan = plan_observatory(settings, f"{settings.engine_name}.{settings.dp_rank}", cache_dir)
+    tiers = tier_settings(settings)
     log = EventLog()
     kv_events = make_kv_events(settings, log.clock)
     bound_spinning()  # before torch is imported
@@ -154,7 +189,7 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
 
         model = _load_model(settings, cache_dir)
         dispatcher = OutputDispatcher()
-        engine = _make_engine(settings, model, log, dispatcher)
+        engine = _make_engine(settings, tiers, model, log, dispatcher)
         subject = Subject(
             log,
             engine,
@@ -206,7 +241,11 @@ def _load_model(settings: ServeSettings, cache_dir: Path) -> "LoadedModel":
 
 
 def _make_engine(
-    settings: ServeSettings, model: "LoadedModel", log: EventLog, dispatcher: "OutputDispatcher"
+    settings: ServeSettings,
+    tiers: TierSettings,
+    model: "LoadedModel",
+    log: EventLog,
+    dispatcher: "OutputDispatcher",
 ) -> Engine:
     logger.info("warming up", note="the first start compiles the kernels, later ones load them")
     runner, engine_settings = build_runner(settings, model)
@@ -218,6 +257,8 @@ def _make_engine(
         dispatcher,
         block_bytes=block_bytes,
         memory_bytes={"weights": model.info.weights_bytes, "kv": engine_settings.num_blocks * block_bytes},
+        memory=runner,
+        make_tiers=tiers_factory(tiers, runner, model.info, log),
     )
 
 
@@ -267,6 +308,13 @@ def make_engine_settings(
         max_batch_tokens=settings.max_batch_tokens,
         max_prefill_chunk=settings.max_prefill_chunk,
         watermark_blocks=parse_watermark(settings.watermark, num_blocks - 1),
+        watermark_ratio=watermark_ratio(settings.watermark),
+        reserve_prompt=settings.reserve_prompt,
+        priority_aging_seconds=settings.priority_aging_seconds,
+        deadline_seconds=settings.deadline_seconds,
+        preemption_mode=settings.preemption_mode,
+        victim_policy=settings.victim_policy,
+        protect_after_preemptions=settings.protect_after_preemptions,
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=settings.max_queued_tokens,
         enable_prefix_cache=settings.prefix_cache,

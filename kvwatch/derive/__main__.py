@@ -11,13 +11,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import kvwatch.telemetry.events  # noqa: F401 - fills the registry
-from kvwatch.derive.docs import events_section, metrics_section, replace_section
+from kvwatch.derive.docs import events_section, metrics_section, replace_section, table
 from kvwatch.derive.lock import broken_promises, decode_lock, encode_lock, make_lock
 from kvwatch.derive.metrics import metric_specs
 from kvwatch.derive.proto import moved_numbers, proto_text
 from kvwatch.derive.settings import settings_section
 from kvwatch.errors import KVWatchError, SchemaError
 from kvwatch.exporters.prometheus.sample_page import sample_page
+from kvwatch.sources.knowledge import SOURCES, knowledge
 from kvwatch.stream.contract import SCHEMA
 from kvwatch.telemetry.metrics import CATALOGUE
 from kvwatch.telemetry.schema import REGISTRY
@@ -25,7 +26,8 @@ from kvwatch.telemetry.schema import REGISTRY
 Generate = Callable[[str], str]
 """Takes what the file says now (empty when it is new) and returns what it should say."""
 
-SETTINGS_OF = "serve"
+SETTINGS_OF = ("serve", "sidecar")
+"""Commands whose settings have a section of their own."""
 
 
 def artefacts() -> dict[str, Generate]:
@@ -34,6 +36,7 @@ def artefacts() -> dict[str, Generate]:
         "kvwatch/telemetry/events.lock.json": _lock,
         "docs/events.md": lambda page: replace_section(page, "events", events_section(REGISTRY)),
         "docs/metrics.md": lambda page: replace_section(page, "metrics", metrics_section(metric_specs(REGISTRY))),
+        "docs/sources.md": lambda page: replace_section(page, "sources", _sources()),
         "docs/configuration.md": _configuration,
         "kvwatch/stream/telemetry.proto": _proto,
         "tests/golden/exposition.txt": lambda _: sample_page("text").decode(),
@@ -93,13 +96,19 @@ def _proto(now: str) -> str:
 
 def _configuration(page: str) -> str:
     """Settings are declared by whoever owns them; without that part installed the page stays as it is."""
-    for entry in entry_points(group="kvwatch.commands", name=SETTINGS_OF):
-        try:
-            command = entry.load()
-        except ModuleNotFoundError:
-            break
-        return replace_section(page, SETTINGS_OF, settings_section(command.settings))
+    for name in SETTINGS_OF:
+        for entry in entry_points(group="kvwatch.commands", name=name):
+            try:
+                command = entry.load()
+            except ModuleNotFoundError:
+                break
+            page = replace_section(page, name, settings_section(command.settings))
     return page
+
+
+def _sources() -> str:
+    rows = [(f"`{each.metric.name}`", *each.cells) for each in knowledge()]
+    return table(("metric", *SOURCES), rows)
 
 
 def _show(name: str, now: str, wanted: str) -> None:

@@ -7,7 +7,9 @@ obey the law: a ledger that applies them finds nothing wrong. Pool: 8 blocks of 
     step 2   `a` forks into two sequences, which copy the shared last block; `b` is admitted and hits a block of `a`
     step 3   `b` needs a block and there is none: it is preempted
     step 4   `a` ends; `b` resumes from the cache
-    step 5   the model fails, `b` ends with an error; the cache is cleared; a request is refused
+    step 5   the pool gets smaller, which moves a block of `b`, and large again; two other sizes cannot be had;
+             the model fails, `b` ends with an error; the cache is cleared; a request is refused;
+             `g` is too much for the memory, is swapped out, lost on the way, and late in the end
     a minute passes
     step 6   the engine drains; `d` runs with two sequences, `e` waits, `f` has come and gone: the last view is of
              a busy engine
@@ -153,6 +155,26 @@ def _admitted(
     )
 
 
+def _rebuilt(
+    old_num_blocks: int,
+    new_num_blocks: int,
+    outcome: Literal["resized", "refused", "failed"],
+    duration_ns: int | None,
+    *,
+    reason: str = "",
+    error: str = "",
+) -> ev.PoolRebuilt:
+    return ev.PoolRebuilt(
+        old_num_blocks=old_num_blocks,
+        new_num_blocks=new_num_blocks,
+        outcome=outcome,
+        duration_ns=duration_ns,
+        watermark_blocks=1,
+        reason=reason,
+        error=error,
+    )
+
+
 def _step_1() -> Iterator[Event]:
     yield ev.RequestQueued(
         request="a",
@@ -226,10 +248,15 @@ def _step_4() -> Iterator[Event]:
 
 
 def _step_5() -> Iterator[Event]:
-    yield _allocated("b", [4], "decode")
+    yield ev.BlocksRelocated(sources=[8], destinations=[4])
+    yield _rebuilt(NUM_BLOCKS, NUM_BLOCKS - 1, "resized", 3 * MS, reason="the night is quiet")
+    yield _rebuilt(NUM_BLOCKS - 1, 5, "refused", None, error="running requests hold 5 blocks")
+    yield _rebuilt(NUM_BLOCKS - 1, 90_000, "failed", 7 * MS, error="MemoryError")
+    yield _rebuilt(NUM_BLOCKS - 1, NUM_BLOCKS, "resized", 2 * MS, reason="morning")
+    yield _allocated("b", [7], "decode")
     yield ev.OutOfMemory(num_tokens=1, num_sequences=1)
     yield ev.StepFailed(error="OutOfMemoryError")
-    yield ev.BlocksReleased(request="b", sequence=0, block_ids=[4, 3, 8, 6, 5, 1], reason="aborted")
+    yield ev.BlocksReleased(request="b", sequence=0, block_ids=[7, 3, 4, 6, 5, 1], reason="aborted")
     yield _finished("b", "error", prompt=17, generated=2, peak_blocks=6, times_ms=(21, 20, 40, 81))
     yield ev.RequestRejected(request="c", reason="too_long")
     yield ev.BlocksEvicted(
@@ -242,7 +269,34 @@ def _step_5() -> Iterator[Event]:
         request="",
     )
     yield ev.CacheCleared(block_ids=[])
+    yield from _swapped()
     yield _completed((0, 0, 8, 0), (0, 0), generated=0)
+
+
+def _swapped() -> Iterator[Event]:
+    queued_ns = START_NS + 100 * MS
+    yield ev.RequestQueued(request="g", prompt_tokens=6, num_sequences=1, queued_ns=queued_ns, priority=2)
+    yield ev.WaitReasonsChanged(requests=["g"], reasons=["sequences"])
+    yield _allocated("g", [1, 2], "prefill")
+    yield _admitted("g", 6, 0, 1)
+    yield _scheduled(["g"], [6], {1: 4, 2: 2})
+    yield ev.OutOfMemory(num_tokens=6, num_sequences=1)
+    yield ev.StepFailed(error="OutOfMemoryError", unwritten_block_ids=[1, 2], filled_slots=[0, 0])
+    yield ev.BlocksReleased(request="g", sequence=0, block_ids=[2, 1], reason="preempted")
+    yield ev.RequestPreempted(
+        request="g",
+        mode="swap",
+        reason="blocks",
+        num_blocks=2,
+        tokens_at_risk=0,
+        beneficiary="b",
+        recompute_estimate_ns=4 * MS,
+        swap_estimate_ns=2 * MS,
+    )
+    yield ev.WaitReasonsChanged(requests=["g"], reasons=["transfer"])
+    yield ev.SwapAbandoned(request="g", reason="copy")
+    yield ev.WaitReasonsChanged(requests=["g"], reasons=["blocks"])
+    yield _finished("g", "deadline", prompt=6, generated=0, peak_blocks=2, times_ms=(1, None, None, None))
 
 
 def _step_6() -> Iterator[Event]:
@@ -287,28 +341,28 @@ def _end() -> Iterator[Event]:
 
 def _finished(
     request: str,
-    reason: Literal["length", "error", "stop", "abort"],
+    reason: Literal["length", "error", "stop", "abort", "deadline"],
     *,
     prompt: int,
     generated: int,
     peak_blocks: int,
-    times_ms: tuple[int, int, int, int],
+    times_ms: tuple[int, int | None, int | None, int | None],
 ) -> ev.RequestFinished:
-    queue, prefill, decode, total = times_ms
+    queue, prefill, decode, total = (None if each is None else each * MS for each in times_ms)
     return ev.RequestFinished(
         request=request,
         reason=reason,
         prompt_tokens=prompt,
         generated_tokens=generated,
         cached_tokens=0,
-        num_preemptions=1 if request == "b" else 0,
+        num_preemptions=1 if request in ("b", "g") else 0,
         peak_blocks=peak_blocks,
-        queue_ns=queue * MS,
-        prefill_ns=prefill * MS,
-        decode_ns=decode * MS,
-        end_to_end_ns=total * MS,
+        queue_ns=queue,
+        prefill_ns=prefill,
+        decode_ns=decode,
+        end_to_end_ns=total,
         recomputed_tokens=5 if request == "b" else 0,
-        error="OutOfMemoryError" if reason == "error" else "",
+        error={"error": "OutOfMemoryError", "deadline": "DeadlineExceeded"}.get(reason, ""),
         tenant="blue" if request == "a" else "",
     )
 

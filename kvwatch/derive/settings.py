@@ -23,6 +23,8 @@ def settings_section(cls: type[msgspec.Struct]) -> str:
 
 def _kind(each: Setting) -> str:
     text = " or ".join(f"`{choice}`" for choice in each.choices) or each.kind.__name__
+    if each.is_repeated:
+        return f"{text}, may be given several times"
     low, high = each.spec.minimum, each.spec.maximum
     if low is not None and high is not None:
         text += f", {low:g} to {high:g}"

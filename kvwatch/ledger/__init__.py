@@ -1,6 +1,7 @@
 """The engine's KV state rebuilt from events, and the immutable view that exporters read.
 
 - pool.py       blocks of one tier: reference counts, hashes, filled slots, tables
+- index.py      resident hashes of a foreign engine, counted
 - ledger.py     applies events to pools and requests; the law; comparison with a snapshot
 - store.py      counters and histograms, fed as the events' declarations say
 - feeds.py      compiles those declarations

@@ -169,7 +169,7 @@ def _counter_feed(feed: Feed, family: CounterFamily, labels: Callable[[Event], L
 
         def add_field(event: Event) -> None:
             amount = quantity(event)
-            if amount is not None:
+            if amount:  # nothing of a tier that the engine has not must make a series of it
                 cells[labels(event)] += amount
 
         return add_field

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from kvwatch.ledger.ledger import ENGINE_STATES, Ledger
+from kvwatch.ledger.index import IndexCounts
+from kvwatch.ledger.ledger import CHECKED_TIER, ENGINE_STATES, Ledger
 from kvwatch.ledger.pool import TierPool
 from kvwatch.ledger.view import Sample
 from kvwatch.ledger.window import RollingMinimum
@@ -14,7 +15,7 @@ GROUP = "0"
 NO_GROUP = ""
 """Empty blocks belong to no group; for Prometheus an empty label is an absent one."""
 
-WAIT_REASONS = ("blocks", "sequences", "tokens", "paused")
+WAIT_REASONS = ("blocks", "sequences", "tokens", "paused", "transfer")
 
 
 def gauges(ledger: Ledger, wall_minus_monotonic_ns: int) -> list[Sample]:
@@ -26,13 +27,16 @@ def gauges(ledger: Ledger, wall_minus_monotonic_ns: int) -> list[Sample]:
     """
     if not ledger.is_loaded:
         return []
+    if ledger.index is not None:
+        return _index_gauges(ledger.index, ledger, wall_minus_monotonic_ns)
     samples = [sample for pool in ledger.pools.values() for sample in _pool_gauges(pool, ledger)]
     limits = ledger.limits
     samples += [
         Sample(m.KV_BLOCK_SIZE_TOKENS, (), limits.block_size_tokens),
         Sample(m.KV_BLOCK_BYTES, (), limits.block_bytes),
         Sample(m.REQUESTS, ("running",), ledger.num_running),
-        Sample(m.REQUESTS, ("waiting",), ledger.num_waiting),
+        Sample(m.REQUESTS, ("waiting",), ledger.num_waiting - ledger.num_swapped),
+        Sample(m.REQUESTS, ("swapped",), ledger.num_swapped),
         Sample(m.QUEUE_LIMIT, ("requests",), limits.max_queued_requests),
         Sample(m.QUEUE_LIMIT, ("tokens",), limits.max_queued_tokens),
     ]
@@ -65,6 +69,14 @@ def extremes(ledger: Ledger, lowest_free: Mapping[str, RollingMinimum], now_ns: 
     return samples
 
 
+def _index_gauges(index: IndexCounts, ledger: Ledger, offset_ns: int) -> list[Sample]:
+    """Return what is known of a foreign engine: how much is resident, unless its history has holes."""
+    samples = [Sample(m.LEDGER_UPDATE_TIMESTAMP, (), (ledger.time_ns + offset_ns) / 1e9)]
+    if index.is_complete:
+        samples += [Sample(m.KV_INDEXED_BLOCKS, place, number) for place, number in index.counts.items()]
+    return samples
+
+
 def _pool_gauges(pool: TierPool, ledger: Ledger) -> list[Sample]:
     tier, used, cached, empty = pool.tier, pool.num_used, pool.num_cached, pool.num_empty
     by_tier, by_group = (tier,), (tier, GROUP)
@@ -83,9 +95,19 @@ def _pool_gauges(pool: TierPool, ledger: Ledger) -> list[Sample]:
         Sample(m.KV_WASTE_RATIO, by_group, 1 - pool.num_filled_slots / held if held else 0.0),
         Sample(m.KV_SHARED_BLOCKS, by_group, pool.num_shared),
         Sample(m.KV_SHARING_SAVED_BLOCKS, by_group, pool.num_entries - used),
-        Sample(m.KV_WATERMARK_BLOCKS, by_tier, ledger.limits.watermark_blocks),
-        Sample(m.KV_ORPHANED_BLOCKS, by_tier, pool.orphaned(ledger.requests.keys())),
+        *_pressure_gauges(pool, ledger),
+        Sample(m.KV_ORPHANED_BLOCKS, by_tier, pool.orphaned(ledger.requests.keys() | ledger.transfers.requests)),
     ]
+
+
+def _pressure_gauges(pool: TierPool, ledger: Ledger) -> list[Sample]:
+    """Return the watermark, which the device alone has, and what only an engine with several tiers has."""
+    samples = [Sample(m.KV_TIER_IGNORED_FILES, (pool.tier, reason), n) for reason, n in pool.ignored_files.items()]
+    if pool.tier == CHECKED_TIER:
+        samples.append(Sample(m.KV_WATERMARK_BLOCKS, (pool.tier,), ledger.limits.watermark_blocks))
+    if len(ledger.pools) > 1:
+        samples.append(Sample(m.KV_BLOCKS_IN_TRANSFER, (pool.tier,), ledger.transfers.num_blocks(pool.tier)))
+    return samples
 
 
 def _timestamps(ledger: Ledger, offset_ns: int) -> list[Sample]:

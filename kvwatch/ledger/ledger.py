@@ -8,14 +8,16 @@ state. Nothing here raises on an event that contradicts the state: that is a *fa
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Literal, get_args
 
+from kvwatch.ledger.index import IndexCounts
 from kvwatch.ledger.pool import TierPool
+from kvwatch.ledger.transfers import OpenTransfers
 from kvwatch.telemetry import events as ev
 from kvwatch.telemetry.schema import Event
-from kvwatch.telemetry.snapshot import EngineSnapshot, RequestState, SequenceState
+from kvwatch.telemetry.snapshot import EngineSnapshot, RequestState, SequenceState, TransferState
 
 EngineState = Literal["running", "draining", "stalled", "stopped", "failed"]
 ENGINE_STATES: tuple[EngineState, ...] = get_args(EngineState)
@@ -34,6 +36,8 @@ class LiveRequest:
     queued_ns: int
     waits_since_seq: int = -1
     """Event since which it waits; -1 if it waits since before the snapshot that was loaded, which says why."""
+    wait_reason: str = ""
+    """What it waits for; empty while it runs, was not looked at yet, or nobody told that for each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,10 @@ class Ledger:
         """Event up to which `waiting_for` knows the queue."""
         self._base_state: EngineState = "running"
         self._is_stalled = False
+        self._is_loaded = False
+        self._index: IndexCounts | None = None
         self._pools: dict[str, TierPool] = {}
+        self._transfers = OpenTransfers((), self._pools)
         self._requests: dict[str, LiveRequest] = {}
         self._num_running = 0
         self._faults: list[str] = []
@@ -85,13 +92,13 @@ class Ledger:
     def load(self, snapshot: EngineSnapshot) -> None:
         """Replace everything by what a snapshot says. O(blocks)."""
         sequences = snapshot.sequences
-        # Tables belong to the device tier; other tiers have none.
         self._pools = {
-            state.tier: TierPool(state, sequences if state.tier == CHECKED_TIER else (), self._fault)
+            state.tier: TierPool(state, (each for each in sequences if each.tier == state.tier), self._fault)
             for state in snapshot.tiers
         }
+        self._transfers = OpenTransfers(snapshot.transfers, self._pools)
         self._requests = {
-            r.request: LiveRequest(_state(r.state), r.queued_ns, -1 if r.wait_reason else snapshot.seq)
+            r.request: LiveRequest(_state(r.state), r.queued_ns, -1 if r.wait_reason else snapshot.seq, r.wait_reason)
             for r in snapshot.requests
         }
         self._num_running = sum(request.state == "running" for request in self._requests.values())
@@ -107,7 +114,10 @@ class Ledger:
             snapshot.max_queued_tokens,
         )
         self.next_seq, self.step, self.time_ns = snapshot.seq, snapshot.step, snapshot.time_ns
+        self.last_step_ns = snapshot.last_step_ns
         self._faults.clear()
+        self._index = IndexCounts(snapshot, self._fault) if snapshot.is_foreign else None
+        self._is_loaded = True
         self._handlers = self._make_handlers()
 
     def apply(self, event: Event) -> None:
@@ -169,12 +179,22 @@ class Ledger:
     @property
     def is_loaded(self) -> bool:
         """Whether a snapshot was loaded."""
-        return bool(self._pools)
+        return self._is_loaded
+
+    @property
+    def index(self) -> IndexCounts | None:
+        """Counts of resident hashes, all that is known of a foreign engine; none for one whose blocks are known."""
+        return self._index
 
     @property
     def pools(self) -> Mapping[str, TierPool]:
         """Pools by tier."""
         return self._pools
+
+    @property
+    def transfers(self) -> OpenTransfers:
+        """What is on its way between tiers."""
+        return self._transfers
 
     @property
     def requests(self) -> Mapping[str, LiveRequest]:
@@ -188,8 +208,13 @@ class Ledger:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run: waiting for their first admission or preempted."""
+        """Requests that do not run: waiting for their first admission or preempted, by swap or otherwise."""
         return len(self._requests) - self._num_running
+
+    @property
+    def num_swapped(self) -> int:
+        """Of these, those whose K/V is kept behind the device. O(live requests)."""
+        return sum(request.state == "swapped" for request in self._requests.values())
 
     @property
     def engine_state(self) -> EngineState:
@@ -207,7 +232,13 @@ class Ledger:
         return self._pools[tier]
 
     def to_snapshot(self) -> EngineSnapshot:
-        """Return the state in the form in which an engine tells it; reasons for waiting are not kept by request."""
+        """Return the state in the form in which an engine tells it. Of a foreign engine only its source can do that.
+
+        Reasons for waiting that nobody told for each request are given to those that have waited longest.
+        """
+        assert self._index is None, "counts do not tell which hashes are resident"
+        untold = Counter(self.waiting_for) - Counter(r.wait_reason for r in self._requests.values())
+        reasons = list(untold.elements())[::-1]
         return EngineSnapshot(
             seq=self.next_seq,
             step=self.step,
@@ -219,14 +250,19 @@ class Ledger:
             max_queued_tokens=self.limits.max_queued_tokens,
             tiers=[pool.to_state() for pool in self._pools.values()],
             sequences=[
-                SequenceState(request, sequence, table)
+                SequenceState(request, sequence, table, pool.tier)
                 for pool in self._pools.values()
                 for (request, sequence), table in pool.tables.items()
             ],
-            requests=[RequestState(name, r.state, r.queued_ns) for name, r in self._requests.items()],
+            requests=[
+                RequestState(name, r.state, r.queued_ns, r.wait_reason or self._untold_reason(r, reasons))
+                for name, r in self._requests.items()
+            ],
             engine_state=self.engine_state,
             config=dict(self.config),
             memory_bytes=dict(self.memory_bytes),
+            last_step_ns=self.last_step_ns,
+            transfers=self._transfers.to_states(),
         )
 
     def differences(self, snapshot: EngineSnapshot) -> list[str]:
@@ -242,6 +278,7 @@ class Ledger:
                 ("tiers", [t.tier for t in mine.tiers], [t.tier for t in snapshot.tiers]),
                 ("tables", _tables(mine), _tables(snapshot)),
                 ("requests", _requests(mine), _requests(snapshot)),
+                ("transfers", _transfers(mine), _transfers(snapshot)),
             ]
             if ours != theirs
         ]
@@ -264,6 +301,8 @@ class Ledger:
             self._faults.append(sentence)
 
     def _make_handlers(self) -> dict[type[Event], Callable[[Any], None]]:
+        if self._index is not None:
+            return dict(self._index.handlers)
         pools = self._pools
 
         def by_tier(change: Callable[[TierPool, Any], None]) -> Callable[[Any], None]:
@@ -277,8 +316,11 @@ class Ledger:
             ev.BlocksStored: by_tier(TierPool.store),
             ev.BlocksEvicted: by_tier(TierPool.evict),
             ev.BlocksReused: by_tier(TierPool.reuse),
+            ev.BlocksShared: by_tier(TierPool.share),
             ev.BlocksCopied: by_tier(TierPool.copy),
             ev.CacheCleared: by_tier(TierPool.clear),
+            ev.BlocksRelocated: by_tier(TierPool.relocate),
+            ev.PoolRebuilt: self._rebuilt,
             ev.SequenceForked: pools[CHECKED_TIER].fork,
             ev.StepScheduled: self._scheduled,
             ev.StepCompleted: self._completed,
@@ -286,11 +328,14 @@ class Ledger:
             ev.StepFailed: self._failed,
             ev.RequestAdmitted: lambda event: self._move(event, "running"),
             ev.RequestResumed: lambda event: self._move(event, "running"),
-            ev.RequestPreempted: lambda event: self._move(event, "waiting"),
+            ev.RequestPreempted: lambda event: self._move(event, "swapped" if event.mode == "swap" else "waiting"),
+            ev.SwapAbandoned: self._swap_abandoned,
+            ev.WaitReasonsChanged: self._wait_reasons_changed,
             ev.RequestFinished: self._finished,
             ev.DrainStarted: self._draining,
             ev.EngineStalled: self._stalled,
             ev.EngineEnded: self._ended,
+            **self._transfers.handlers,
         }
 
     def _scheduled(self, event: ev.StepScheduled) -> None:
@@ -310,11 +355,13 @@ class Ledger:
         self._requests[event.request] = LiveRequest("waiting", event.queued_ns, event.seq)
 
     def _move(
-        self, event: ev.RequestAdmitted | ev.RequestResumed | ev.RequestPreempted, state: Literal["waiting", "running"]
+        self,
+        event: ev.RequestAdmitted | ev.RequestResumed | ev.RequestPreempted,
+        state: Literal["waiting", "running", "swapped"],
     ) -> None:
         name = event.request
         request = self._requests.get(name)
-        if request is None or request.state == state:
+        if request is None or (request.state == "running") is (state == "running"):
             self._fault(f"request {name} became {state} though it was {request.state if request else 'unknown'}")
             return
         if state == "running":
@@ -325,9 +372,40 @@ class Ledger:
             self._num_running -= 1
         request.state = state
 
+    def _swap_abandoned(self, event: ev.SwapAbandoned) -> None:
+        request = self._requests.get(event.request)
+        if request is None or request.state != "swapped":
+            state = request.state if request else "unknown"
+            self._fault(f"the swap of request {event.request} was abandoned though it was {state}")
+            return
+        request.state = "waiting"
+
+    def _wait_reasons_changed(self, event: ev.WaitReasonsChanged) -> None:
+        counts = self.waiting_for
+        for name, reason in zip(event.requests, event.reasons, strict=True):
+            request = self._requests.get(name)
+            if request is None or request.state == "running":
+                self._fault(
+                    f"request {name} waits for {reason} though it was {request.state if request else 'unknown'}"
+                )
+                continue
+            if request.wait_reason:
+                counts[request.wait_reason] = max(0, counts.get(request.wait_reason, 0) - 1)
+            request.wait_reason = reason
+            counts[reason] = counts.get(reason, 0) + 1
+
+    def _untold_reason(self, request: LiveRequest, reasons: list[str]) -> str:
+        """Return one of the reasons that nobody told for each request, if it is among those that it counts."""
+        was_looked_at = request.state != "running" and request.waits_since_seq < self._reasons_seq
+        return reasons.pop() if reasons and was_looked_at else ""
+
     def _leave_queue(self, request: LiveRequest) -> None:
-        """Take a request out of `waiting_for`, if it is in there. All that wait do so for the same reason."""
-        if request.waits_since_seq < self._reasons_seq:
+        """Take a request out of `waiting_for`, if it is in there."""
+        if request.wait_reason:
+            self.waiting_for[request.wait_reason] = max(0, self.waiting_for.get(request.wait_reason, 0) - 1)
+            request.wait_reason = ""
+        elif request.waits_since_seq < self._reasons_seq:
+            # Nobody told it for each request: then all that wait do so for the same reason.
             for reason, number in self.waiting_for.items():
                 if number > 0:
                     self.waiting_for[reason] = number - 1
@@ -342,8 +420,21 @@ class Ledger:
         else:
             self._leave_queue(request)
 
-    def _failed(self, _: ev.StepFailed) -> None:
+    def _rebuilt(self, event: ev.PoolRebuilt) -> None:
+        if event.outcome != "resized":
+            return
+        self._pools[event.tier].resize(event.new_num_blocks)
+        if event.tier != CHECKED_TIER:
+            return
+        self.limits = replace(self.limits, watermark_blocks=event.watermark_blocks)
+        in_force = {"num_blocks": event.new_num_blocks, "watermark_blocks": event.watermark_blocks}
+        self.config = {**self.config, **{key: float(value) for key, value in in_force.items() if key in self.config}}
+        if "kv" in self.memory_bytes:
+            self.memory_bytes = {**self.memory_bytes, "kv": event.new_num_blocks * self.limits.block_bytes}
+
+    def _failed(self, event: ev.StepFailed) -> None:
         self._is_stalled = False
+        self._pools[CHECKED_TIER].write(event.unwritten_block_ids, event.filled_slots)
 
     def _draining(self, _: ev.DrainStarted) -> None:
         self._base_state = "draining"
@@ -365,8 +456,12 @@ def _engine_state(name: str) -> EngineState:
     return state
 
 
-def _tables(snapshot: EngineSnapshot) -> dict[tuple[str, int], list[int]]:
-    return {(s.request, s.sequence): s.block_ids for s in snapshot.sequences if s.block_ids}
+def _tables(snapshot: EngineSnapshot) -> dict[tuple[str, str, int], list[int]]:
+    return {(s.tier, s.request, s.sequence): s.block_ids for s in snapshot.sequences if s.block_ids}
+
+
+def _transfers(snapshot: EngineSnapshot) -> dict[int, TransferState]:
+    return {state.transfer: state for state in snapshot.transfers}
 
 
 def _requests(snapshot: EngineSnapshot) -> dict[str, tuple[str, int]]:

@@ -6,12 +6,13 @@ silent in the middle of a step (stuck, or aborted while idle), what its last eve
 Extremes of the last while are exact as of the view's time, and change by themselves when the window moves on.
 """
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import structlog
 
+from kvwatch.ledger.feeds import Labels
 from kvwatch.ledger.gauges import extremes, gauges
 from kvwatch.ledger.ledger import Ledger
 from kvwatch.ledger.series import SeriesSettings
@@ -20,8 +21,8 @@ from kvwatch.ledger.view import Sample, View
 from kvwatch.ledger.window import RollingMinimum
 from kvwatch.telemetry import metrics
 from kvwatch.telemetry.clock import Clock
-from kvwatch.telemetry.events import BlocksReleased, RequestFinished, StepCompleted
-from kvwatch.telemetry.schema import REGISTRY, Event
+from kvwatch.telemetry.events import BlocksReleased, PoolRebuilt, RequestFinished, StepCompleted
+from kvwatch.telemetry.schema import REGISTRY, Event, Metric
 from kvwatch.telemetry.snapshot import EngineSnapshot
 
 QUIET_NS = 250_000_000
@@ -48,6 +49,7 @@ class Mirror:
         *,
         series: SeriesSettings | None = None,
         window_seconds: int = WINDOW_SECONDS,
+        foreign: Collection[Metric] | None = None,
     ) -> None:
         """Create a mirror that knows nothing yet.
 
@@ -56,14 +58,18 @@ class Mirror:
             view_interval_seconds: least time between two views of a busy engine; 0 for one at every step.
             series: allow-lists of labels and further bounds of histograms.
             window_seconds: length of the window of minima and maxima.
+            foreign: for a foreign engine the metrics that its events can feed.
         """
         self._clock = clock
         self._window_seconds = window_seconds
         self._lowest_free: dict[str, RollingMinimum] = {}
         self._interval_ns = round(view_interval_seconds * NS_PER_SECOND)
-        self._store = MetricStore(REGISTRY, series)
-        self._stall_ns = self._store.counter(metrics.KV_STALL_SECONDS, NS_PER_SECOND).cells
-        self._violations = self._store.counter(metrics.LEDGER_VIOLATIONS).cells
+        self._store = MetricStore(REGISTRY, series, foreign)
+        self._stall_ns: defaultdict[Labels, int] = defaultdict(int)
+        self._violations: defaultdict[Labels, int] = defaultdict(int)
+        if foreign is None:  # without steps there is neither a stall nor a checksum
+            self._stall_ns = self._store.counter(metrics.KV_STALL_SECONDS, NS_PER_SECOND).cells
+            self._violations = self._store.counter(metrics.LEDGER_VIOLATIONS).cells
         self._num_events: Counter[type[Event]] = Counter({spec.cls: 0 for spec in REGISTRY})
         self._batch: Sequence[Event] = ()
         """Events of the batch in progress that are not in `_num_events` yet."""
@@ -86,6 +92,7 @@ class Mirror:
         """Begin anew from a snapshot, keeping counters, and publish what it says."""
         self._batch = ()
         self.ledger.load(snapshot)
+        self._store.open_tiers({*(each.tier for each in snapshot.tiers), *(each.tier for each in snapshot.indexed)})
         self._actions = self._make_actions()
         # What happened while events were lost is not known: extremes begin anew.
         self._lowest_free = {
@@ -95,6 +102,7 @@ class Mirror:
         self._stalled_since_ns = snapshot.time_ns if is_stalled else None
         self._is_at_step_boundary = True
         self.publish()
+        self._applied_ns = self._published_ns  # the clock of a remote engine may have jumped when it restarted
 
     def apply(self, events: Sequence[Event]) -> None:
         """Apply events, which continue where the last ones ended; publish a view when one is due."""
@@ -109,6 +117,8 @@ class Mirror:
         self._count_events()
         self._is_at_step_boundary = type(events[-1]) is StepCompleted
         self._applied_ns = self._clock.monotonic_ns()
+        if self.ledger.index is not None and self._applied_ns - self._published_ns >= self._interval_ns:
+            self.publish()  # nobody says when a step of a foreign engine is over
 
     def settle(self) -> None:
         """Publish what is not shown yet if it will not be overtaken soon. Call when no more events are there."""
@@ -134,6 +144,7 @@ class Mirror:
             actions[cls] = ((handler,) if handler else ()) + feeds
         actions[StepCompleted] += (self._complete,)
         actions[RequestFinished] += (self._end_stall,)
+        actions[PoolRebuilt] += (self._restart_extremes,)
         actions[BlocksReleased] = (self._end_low, *actions[BlocksReleased])
         return actions
 
@@ -158,6 +169,11 @@ class Mirror:
     def _end_low(self, event: BlocksReleased) -> None:
         """Only releases raise the number of free blocks: before one, it is the lowest since the last."""
         self._lowest_free[event.tier].end_stretch(self.ledger.pools[event.tier].num_free, event.time_ns)
+
+    def _restart_extremes(self, event: PoolRebuilt) -> None:
+        """What was the lowest of another pool says nothing of this one."""
+        if event.outcome == "resized":
+            self._lowest_free[event.tier] = RollingMinimum(self._window_seconds * NS_PER_SECOND, event.time_ns)
 
     def _changes_ns(self) -> list[int]:
         """Return when each tier's extremes change if nothing happens any more."""

@@ -21,7 +21,9 @@ from kvwatch.telemetry.events import (
     BlocksCopied,
     BlocksEvicted,
     BlocksReleased,
+    BlocksRelocated,
     BlocksReused,
+    BlocksShared,
     BlocksStored,
     CacheCleared,
     SequenceForked,
@@ -61,6 +63,7 @@ class TierPool:
         "_tables",
         "_written",
         "capacity",
+        "ignored_files",
         "num_cached",
         "num_empty",
         "num_entries",
@@ -79,6 +82,8 @@ class TierPool:
         for each in sequences:
             self._tables.setdefault(each.request, {})[each.sequence] = list(each.block_ids)
         self.tier = state.tier
+        self.ignored_files = state.ignored_files
+        """Files in the tier's folder that were of no use when it was opened, by why."""
         self.capacity = state.num_blocks - 1
         """Blocks of the tier, the null block left out."""
         counts, is_hashed = self.ref_counts, np.fromiter((h is not None for h in self._hashes), np.bool_)
@@ -167,6 +172,14 @@ class TierPool:
             self._add_reference(block)
         self._table(event.request, event.sequence).extend(event.block_ids)
 
+    def share(self, event: BlocksShared) -> None:
+        """Used blocks get one more reference each and are appended to the table."""
+        for block in event.block_ids:
+            if not self._ref_counts[block]:
+                self._on_fault(f"block {block} was shared by {event.request} though nobody held it")
+            self._add_reference(block)
+        self._table(event.request, event.sequence).extend(event.block_ids)
+
     def copy(self, event: BlocksCopied) -> None:
         """In the sequence's table each source is replaced by its destination, which is filled as the source is."""
         filled_slots = self._filled_slots
@@ -189,6 +202,33 @@ class TierPool:
         self._hashes = [None] * len(self._hashes)
         self.num_empty += self.num_cached
         self.num_cached = 0
+
+    def relocate(self, event: BlocksRelocated) -> None:
+        """Blocks move to empty places with everything that is known of them. O(entries of all tables)."""
+        self._settle_all()
+        moves = dict(zip(event.sources, event.destinations, strict=True))
+        hashes, ref_counts, filled_slots = self._hashes, self._ref_counts, self._filled_slots
+        for source, destination in moves.items():
+            if ref_counts[destination] or hashes[destination] is not None:
+                self._on_fault(f"block {source} moved to block {destination}, which was not empty")
+            ref_counts[destination], ref_counts[source] = ref_counts[source], 0
+            hashes[destination], hashes[source] = hashes[source], None
+            filled_slots[destination], filled_slots[source] = filled_slots[source], 0
+        for sequences in self._tables.values():
+            for table in sequences.values():
+                table[:] = [moves.get(block, block) for block in table]
+
+    def resize(self, num_blocks: int) -> None:
+        """Blocks from `num_blocks` on, all of them empty, are gone; or new and empty ones come at the end."""
+        self._settle_all()
+        num_new = max(0, num_blocks - self.capacity - 1)
+        if any(self._ref_counts[num_blocks:]) or any(each is not None for each in self._hashes[num_blocks:]):
+            self._on_fault(f"the pool shrank to {num_blocks} blocks though others held something")
+        self._ref_counts[num_blocks:] = [0] * num_new
+        self._hashes[num_blocks:] = [None] * num_new
+        self._filled_slots[num_blocks:] = [0] * num_new
+        self.num_empty += num_blocks - 1 - self.capacity
+        self.capacity = num_blocks - 1
 
     def fork(self, event: SequenceForked) -> None:
         """The child's table begins as the first `num_blocks` entries of the parent's."""
@@ -261,7 +301,7 @@ class TierPool:
         """Return the columns in the form of a snapshot."""
         self._settle_all()
         columns = (list(self._ref_counts), list(self._hashes), list(self._filled_slots))
-        return TierState(self.tier, self.capacity + 1, *columns)
+        return TierState(self.tier, self.capacity + 1, *columns, self.ignored_files)
 
     # ------------------------------------------------------------ inside
 

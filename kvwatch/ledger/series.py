@@ -1,7 +1,7 @@
 """What a deployment decides about its series: who gets a series of their own, and further bounds of histograms.
 
 Labels whose values come from requests (tenant, lora) have an allow-list: everything else becomes `other` before it is
-counted, so that no caller can make series or memory grow. Knows no metric and no label by name.
+counted, so that no caller can make series or memory grow. Knows no metric by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,9 @@ from kvwatch.telemetry.schema import Metric
 
 OTHER = "other"
 """Stands for every value that is not allowed."""
+
+TIER = "tier"
+"""The label that says where blocks lie. Its series exist only for the tiers that an engine has."""
 
 NONE = ""
 """The value of a request that has none; for Prometheus an empty label is an absent one."""

@@ -5,10 +5,10 @@ and the recorder are imported only where the settings want them.
 """
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvwatch.config import parse_bytes
 from kvwatch.control import EngineControl
@@ -17,12 +17,15 @@ from kvwatch.exporters.exemplars import ExemplarStore
 from kvwatch.exporters.identity import COMMON_LABELS, EngineIdentity
 from kvwatch.exporters.otel.settings import OtelSettings, parse_endpoint, parse_headers
 from kvwatch.exporters.prometheus.settings import series_settings
+from kvwatch.ledger.mirror import Mirror
 from kvwatch.ledger.series import SeriesSettings
+from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.observatory.observatory import METRICS_SETTING, Observatory
 from kvwatch.observatory.part import Part
 from kvwatch.observatory.settings import ObservatorySettings
 from kvwatch.sockets import bind
 from kvwatch.telemetry.log import EventLog
+from kvwatch.telemetry.snapshot import EngineSnapshot
 
 if TYPE_CHECKING:
     from kvwatch.recorder.part import RecorderPart, RecorderSettings
@@ -43,6 +46,33 @@ class Subject:
     """Its settings as text, without secrets, for the heads of recordings."""
     api: tuple[str, int | None] = ("", None)
     """Host and port of its API, for spans; none while unknown."""
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Labels of all its series, by name."""
+        return dict(zip(COMMON_LABELS, self.identity.labels, strict=True))
+
+
+class Watched(Protocol):
+    """An engine that is watched: `Observatory` of one engine, `Watch` of one among many."""
+
+    @property
+    def mirror(self) -> Mirror:
+        """Its ledger and counters."""
+        ...
+
+    def samples(self) -> Iterable[Sample | HistogramSample]:
+        """Return everything that the metrics page shows of it. Any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What parts read of the engine beside them. Made before that is watched, called when the parts run."""
+
+    watched: Callable[[], Watched]
+    state: Callable[[], EngineSnapshot] | None = None
+    """Gives the state where the ledger does not know all of it, as of a foreign engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +106,15 @@ class ObservatoryPlan:
         """
         exemplars = ExemplarStore(self.series.thresholds)
         epoch = uuid.uuid4().hex
-        recorder = self._make_recorder(subject, epoch, lambda: observatory)
+        live = Live(lambda: observatory)
+        recorder = self.make_recorder(self.recorder, subject, epoch, live)
         stream = self._make_stream(subject, epoch)
-        otel = self._make_otel(subject, exemplars, lambda: observatory)
+        otel = self.make_otel(subject, exemplars, live)
         observatory = Observatory(
             subject.log,
             subject.control,
             subject.identity,
-            metrics_listen=_unless_off(self.settings.metrics_listen),
+            metrics_listen=unless_off(self.settings.metrics_listen),
             parts=[*further, *(part for part in (recorder, stream, otel) if part is not None)],
             series=self.series,
             exemplars=exemplars,
@@ -91,10 +122,12 @@ class ObservatoryPlan:
         )
         return Built(observatory, recorder, stream)
 
-    def _make_recorder(
-        self, subject: Subject, epoch: str, observatory: Callable[[], Observatory]
+    @staticmethod
+    def make_recorder(
+        settings: "RecorderSettings | None", subject: Subject, epoch: str, live: Live
     ) -> "RecorderPart | None":
-        if self.recorder is None:
+        """Return what records an engine; none if there are no settings."""
+        if settings is None:
             return None
         from kvwatch.recorder.header import HeaderSource
         from kvwatch.recorder.part import RecorderPart
@@ -102,23 +135,26 @@ class ObservatoryPlan:
         headers = HeaderSource(
             subject.log.clock,
             epoch=epoch,
-            identity=dict(zip(COMMON_LABELS, subject.identity.labels, strict=True)),
+            identity=subject.labels,
             config=dict(subject.config),
-            has_token_ids=self.recorder.keep_token_ids,
+            has_token_ids=settings.keep_token_ids,
         )
-        return RecorderPart(self.recorder, headers, lambda: observatory().mirror)
+        return RecorderPart(settings, headers, lambda: live.watched().mirror, take_state=live.state)
 
     def _make_stream(self, subject: Subject, epoch: str) -> "StreamServer | None":
         if self.stream is None:
             return None
         from kvwatch.stream.server import StreamServer
 
-        labels = dict(zip(COMMON_LABELS, subject.identity.labels, strict=True))
-        return StreamServer(subject.log, subject.control, self.stream, labels, epoch)
+        return StreamServer(subject.log, subject.control, self.stream, subject.labels, epoch)
 
-    def _make_otel(
-        self, subject: Subject, exemplars: ExemplarStore, observatory: Callable[[], Observatory]
+    def make_otel(
+        self, subject: Subject, exemplars: ExemplarStore, live: Live, *, may_export_logs: bool = True
     ) -> Part | None:
+        """Return what exports an engine's traces and metrics over OTLP; none if that is not wanted.
+
+        Log lines are the whole process's: only one of its engines may export them.
+        """
         settings = self.settings
         if settings.otlp_endpoint is None:
             return None
@@ -131,11 +167,11 @@ class ObservatoryPlan:
             headers=settings.otlp_headers or "",
             trace_ratio=settings.trace_ratio,
             slow_seconds=settings.trace_slow_seconds,
-            export_logs=settings.otlp_logs,
+            export_logs=settings.otlp_logs and may_export_logs,
             server_address=host,
             server_port=port,
         )
-        return OtelPart(told, subject.identity, subject.log.clock, lambda: observatory().samples(), exemplars)
+        return OtelPart(told, subject.identity, subject.log.clock, lambda: live.watched().samples(), exemplars)
 
 
 def plan_observatory(settings: ObservatorySettings, stem: str, cache_dir: Path) -> ObservatoryPlan:
@@ -150,7 +186,7 @@ def plan_observatory(settings: ObservatorySettings, stem: str, cache_dir: Path) 
         ConfigError: a setting is malformed, or two contradict each other.
         ExporterError: the address of a listener cannot be had, or a folder cannot be written to.
     """
-    listen = _unless_off(settings.metrics_listen)
+    listen = unless_off(settings.metrics_listen)
     if listen is not None:
         bind(listen, METRICS_SETTING).close()
     thresholds = {"--slo-ttft": settings.slo_ttft, "--slo-itl": settings.slo_itl, "--slo-e2e": settings.slo_e2e}
@@ -162,7 +198,7 @@ def plan_observatory(settings: ObservatorySettings, stem: str, cache_dir: Path) 
 
 
 def _stream_options(settings: ObservatorySettings) -> "StreamOptions | None":
-    listen = _unless_off(settings.grpc_listen)
+    listen = unless_off(settings.grpc_listen)
     if listen is None:
         return None
     from kvwatch.stream.access import StreamOptions, check_options
@@ -209,5 +245,6 @@ def _folder(text: str, flag: str) -> Path:
         raise ConfigError(f"{flag}: the ~ of {text!r} names nobody here; write the folder in full") from error
 
 
-def _unless_off(listen: str) -> str | None:
+def unless_off(listen: str) -> str | None:
+    """Return the address to listen on, or none."""
     return None if listen == OFF else listen

@@ -92,6 +92,7 @@ class RecorderPart:
         headers: What recordings say of the engine.
         mirror: Returns the ledger beside it; called when the observatory runs.
         thread: Writes files; a new one if none is given.
+        take_state: Gives the engine's state at the head of its log, where the ledger does not know all of it.
 
     Raises:
         ConfigError: sizes that cannot be kept.
@@ -105,6 +106,7 @@ class RecorderPart:
         headers: HeaderSource,
         mirror: Callable[[], LiveState],
         thread: RecorderThread | None = None,
+        take_state: Callable[[], EngineSnapshot] | None = None,
     ) -> None:
         check_settings(settings)
         self._settings = settings
@@ -127,7 +129,7 @@ class RecorderPart:
                 settings.flight_dir, f"{settings.stem}-flight", DUMPS_KEPT * settings.flight_bytes
             )  # fmt: skip
             self._flight = FlightRecorder(flight, headers, dumps, self._thread)
-        self._follower = RecordingFollower(self._files, self._flight, mirror, settings)
+        self._follower = RecordingFollower(self._files, self._flight, mirror, settings, take_state)
         self._asked: deque[tuple[str, Future[Path]]] = deque()
         self._num_violations = 0
 
@@ -224,7 +226,9 @@ class RecordingFollower:
         flight: FlightRecorder | None,
         mirror: Callable[[], LiveState],
         settings: RecorderSettings,
+        take_state: Callable[[], EngineSnapshot] | None = None,
     ) -> None:
+        self._take_whole_state = take_state
         self._destinations: list[Destination] = [each for each in (files, flight) if each is not None]
         self._flight = flight
         self._mirror = mirror
@@ -289,7 +293,7 @@ class RecordingFollower:
             ledger = self._mirror().ledger
             if ledger.is_loaded and ledger.next_seq >= next_seq:
                 started = time.perf_counter()
-                self._pending = ledger.to_snapshot()
+                self._pending = ledger.to_snapshot() if self._take_whole_state is None else self._take_whole_state()
                 if self._flight is not None:
                     self._flight.note_state_cost(time.perf_counter() - started)
 

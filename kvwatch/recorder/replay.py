@@ -178,7 +178,9 @@ def _loaded(snapshot: EngineSnapshot) -> Ledger:
         for tier in snapshot.tiers
         if not len(tier.ref_counts) == len(tier.hashes) == len(tier.filled_slots) == tier.num_blocks >= 1
     ]
-    if wrong or CHECKED_TIER not in {tier.tier for tier in snapshot.tiers}:
+    wrong += [each.tier for each in snapshot.indexed if len(each.hashes) != len(each.ref_counts)]
+    is_checked = snapshot.is_foreign or CHECKED_TIER in {tier.tier for tier in snapshot.tiers}
+    if wrong or not is_checked:
         raise RecordingError(f"the state before event {snapshot.seq} makes no sense; the recording is damaged")
     ledger = Ledger()
     try:

@@ -95,7 +95,18 @@ def outline_text(recording: Recording) -> str:
 
 def state(ledger: Ledger, header: RecordingHeader, top: int) -> dict[str, Any]:
     """Return the ledger's state: the law of each tier, requests, the `top` largest block tables and shared blocks."""
-    return {
+    index = ledger.index
+    foreign = (
+        {}
+        if index is None
+        else {
+            "is_complete": index.is_complete,
+            "indexed": [
+                {"tier": tier, "group": group, "hashes": number} for (tier, group), number in index.counts.items()
+            ],
+        }
+    )
+    return foreign | {
         "seq": ledger.next_seq - 1,
         "step": ledger.step,
         "time": wall_time(header, ledger.time_ns),
@@ -120,6 +131,13 @@ def state_text(ledger: Ledger, header: RecordingHeader, top: int) -> str:
         if pool["most_shared"]:
             shared = ", ".join(f"{block} ({count} times)" for block, count in pool["most_shared"])
             lines.append(f"{'':<12}most shared blocks: {shared}")
+    if "indexed" in found:
+        note = "" if found["is_complete"] else ", of a history that is not known from its beginning"
+        lines += [
+            f"{each['tier']:<12}{each['hashes']} hashes resident in group {each['group']}{note}"
+            for each in found["indexed"]
+        ]
+        return "\n".join(lines) + "\n"
     lines.append(f"{'requests':<12}{found['num_running']} running, {found['num_waiting']} waiting")
     if found["requests"]:
         lines.append(f"{'':<12}{'blocks':>8}{'sequences':>11}{'age s':>10}  {'state':<9}request")

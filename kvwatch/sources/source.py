@@ -14,7 +14,12 @@ from typing import Protocol
 
 from kvwatch.control import EngineControl
 from kvwatch.ledger.view import HistogramSample, Sample
+from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.log import EventLog
+from kvwatch.telemetry.schema import Metric
+
+FOREIGN_FEEDS: frozenset[Metric] = frozenset({m.KV_BLOCK_STORES, m.KV_BLOCK_EVICTIONS, m.KV_BLOCK_LIFETIME})
+"""What the events of a vLLM or an SGLang can feed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,10 @@ class Rank:
     """Its snapshots continue the log. It answers at once and on any thread: nothing goes out to the engine."""
     samples: Callable[[], Iterable[Sample | HistogramSample]]
     """The rank's metrics that no event feeds: health of the source, what its `/metrics` says. Any thread."""
+    is_up: Callable[[], bool]
+    """Whether the rank is reached now; while it is not, gauges of its state are absent. Any thread."""
+    feeds: frozenset[Metric] | None = None
+    """Metrics that its events can feed, the others are absent; none for all, as of an engine of ours."""
 
 
 class Source(Protocol):

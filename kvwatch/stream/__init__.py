@@ -4,6 +4,7 @@ contract.py      messages and service, as declared structs
 descriptors.py   message classes made from the declarations; nothing is compiled
 codec.py         events, snapshots and the contract's structs to messages and back
 subscription.py  one subscriber's way through the log
+engines.py       the engines that a server offers, and which of them a caller means
 snapshots.py     snapshots of the engine, shared among those who ask
 access.py        addresses, tokens, certificates
 server.py        the server, a part of the observatory

@@ -30,10 +30,21 @@ class SubscribeRequest(msgspec.Struct, frozen=True, kw_only=True):
     with_token_ids: Annotated[
         bool, identity(6, "Send token ids, if the engine tells them at all: they are what users wrote.")
     ] = False
+    engine: Annotated[
+        str, identity(7, "Name of the engine, its label in metrics; needed where a sidecar offers several.")
+    ] = ""
+    dp_rank: Annotated[
+        int | None, identity(8, "Its data-parallel rank; needed where several of the engine are offered.")
+    ] = None
 
 
-class SnapshotRequest(msgspec.Struct, frozen=True):
+class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Asks for the engine's state between two steps."""
+
+    engine: Annotated[str, identity(1, "Name of the engine; needed where a sidecar offers several.")] = ""
+    dp_rank: Annotated[
+        int | None, identity(2, "Its data-parallel rank; needed where several of the engine are offered.")
+    ] = None
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):

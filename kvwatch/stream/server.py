@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,11 +33,10 @@ from kvwatch.stream.contract import (
     SnapshotPart,
     SnapshotRequest,
     SubscribeRequest,
-    Update,
 )
 from kvwatch.stream.descriptors import POOL
-from kvwatch.stream.snapshots import Snapshots
-from kvwatch.stream.subscription import NAME, EncodedEvents, News, Source, Subscription, numbered_parts
+from kvwatch.stream.engines import StreamedEngines
+from kvwatch.stream.subscription import NAME, Subscription, numbered_parts
 from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.log import EventLog
 
@@ -90,15 +89,14 @@ class _Subscribers:
         )
 
 
-class StreamServer:
+class TelemetryServer:
     """A `Part` of the observatory. `open` on the caller's thread, `run` and `close` on the observatory's.
 
     Args:
-        log: What is streamed.
-        control: Gives snapshots and says how the engine is.
         options: Address and access.
-        labels: Labels of the engine in all metrics; told to subscribers.
-        epoch: Names this run of the engine; a random name if none is given.
+        engines: What is streamed; more may be added while it runs.
+        is_alive: Whether what is behind it makes progress, for health.
+        is_ready: Whether it accepts requests, for health.
     """
 
     name = NAME
@@ -106,27 +104,23 @@ class StreamServer:
 
     def __init__(
         self,
-        log: EventLog,
-        control: EngineControl,
         options: StreamOptions,
-        labels: Mapping[str, str] | None = None,
-        epoch: str | None = None,
+        engines: StreamedEngines,
+        is_alive: Callable[[], bool],
+        is_ready: Callable[[], bool],
     ) -> None:
-        self._log = log
-        self._control = control
         self._options = options
-        self._labels = dict(labels or {})
+        self._engines = engines
+        self._is_alive = is_alive
+        self._is_ready = is_ready
         self._reserved: socket.socket | None = None
         self._tokens: Tokens | None = None
         self._credentials: grpc.ServerCredentials | None = None
         self._subscribers = _Subscribers()
         self._num_errors = 0
-        self._source: Source | None = None
         self._requests = StructCodec(SubscribeRequest)
         self._snapshot_requests = StructCodec(SnapshotRequest)
         self._parts = StructCodec(SnapshotPart)
-        self.epoch = epoch or secrets.token_hex(8)
-        """Names this run of the engine; another after every restart."""
         self.address: tuple[str, int] | None = None
         """Host and port, once open."""
         self.is_serving = threading.Event()
@@ -163,23 +157,12 @@ class StreamServer:
         Raises:
             ExporterError: gRPC cannot listen on the address.
         """
-        news = News(self._log)
-        self._source = Source(
-            log=self._log,
-            epoch=self.epoch,
-            labels=self._labels,
-            snapshots=Snapshots(self._control.snapshot),
-            news=news,
-            encoded=EncodedEvents(),
-            encoded_with_token_ids=EncodedEvents(with_token_ids=True),
-            updates=StructCodec(Update),
-        )
         health = health_aio.HealthServicer()
         server = self._make_server(health)
         await server.start()
         self.is_serving.set()
         try:
-            await asyncio.gather(news.run(stop), self._tell_health(health, stop))
+            await asyncio.gather(self._engines.run(stop), self._tell_health(health, stop))
         finally:
             await server.stop(STOP_SECONDS)
 
@@ -224,13 +207,14 @@ class StreamServer:
             ) from error
 
     async def _subscribe(self, request: bytes, context: Any) -> None:
-        assert self._source is not None
         if self.num_subscribers >= MAX_SUBSCRIBERS:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_SUBSCRIBERS} subscribers are connected; end one of them"
             )
         try:
-            subscription = Subscription(self._source, self._requests.decode(request), context.write)
+            wanted = self._requests.decode(request)
+            source = self._engines.find(wanted.engine, wanted.dp_rank)
+            subscription = Subscription(source, wanted, context.write)
         except StreamError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             return
@@ -248,24 +232,24 @@ class StreamServer:
         await context.abort(grpc.StatusCode.UNAVAILABLE, "this engine's telemetry has ended; connect again later")
 
     async def _snapshot(self, request: bytes, context: Any) -> None:
-        assert self._source is not None
         try:
-            self._snapshot_requests.decode(request)
+            wanted = self._snapshot_requests.decode(request)
+            source = self._engines.find(wanted.engine, wanted.dp_rank)
         except StreamError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             return
         try:
-            snapshot = await self._source.snapshots.take()
+            snapshot = await source.snapshots.take()
         except ControlError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
             return
-        async for part in numbered_parts(snapshot, self.epoch):
+        async for part in numbered_parts(snapshot, source.epoch):
             await context.write(part)
 
     async def _tell_health(self, health: Any, stop: asyncio.Event) -> None:
         known = health_pb2.HealthCheckResponse
         while not stop.is_set():
-            is_alive, is_ready = self._control.is_alive(), self._control.is_ready()
+            is_alive, is_ready = self._is_alive(), self._is_ready()
             for name, is_well in (("", is_alive), (SERVICE.full_name, is_alive), (READY, is_ready)):
                 await health.set(name, known.SERVING if is_well else known.NOT_SERVING)
             try:
@@ -273,3 +257,29 @@ class StreamServer:
             except TimeoutError:
                 continue
         await health.enter_graceful_shutdown()
+
+
+class StreamServer(TelemetryServer):
+    """The stream of the one engine in this process.
+
+    Args:
+        log: What is streamed.
+        control: Gives snapshots and says how the engine is.
+        options: Address and access.
+        labels: Labels of the engine in all metrics; told to subscribers.
+        epoch: Names this run of the engine; a random name if none is given.
+    """
+
+    def __init__(
+        self,
+        log: EventLog,
+        control: EngineControl,
+        options: StreamOptions,
+        labels: Mapping[str, str] | None = None,
+        epoch: str | None = None,
+    ) -> None:
+        self.epoch = epoch or secrets.token_hex(8)
+        """Names this run of the engine; another after every restart."""
+        engines = StreamedEngines()
+        engines.add(log, control.snapshot, dict(labels or {}), self.epoch)
+        super().__init__(options, engines, control.is_alive, control.is_ready)

@@ -14,7 +14,6 @@ import structlog
 
 from kvwatch.config import unknown_name
 from kvwatch.errors import ControlError
-from kvwatch.ledger.pace import next_tick
 from kvwatch.stream.codec import EventCodec, StreamError, StructCodec, snapshot_parts
 from kvwatch.stream.contract import Gap, SnapshotPart, Started, SubscribeRequest, Update
 from kvwatch.stream.snapshots import Snapshots
@@ -69,17 +68,18 @@ class News:
     def __init__(self, log: EventLog) -> None:
         self._log = log
         self._changed = asyncio.Event()
+        self._seen = log.head
         self.is_over = False
         """Whether the observatory stops: nothing more will be appended."""
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Look at the log until `stop` is set, then wake everybody."""
-        seen = self._log.head
-        while not stop.is_set():
-            await next_tick()
-            if self._log.head != seen:
-                seen = self._log.head
-                self._wake()
+    def look(self) -> None:
+        """Look at the log and wake those who wait if something has happened. Called at every tick."""
+        if self._log.head != self._seen:
+            self._seen = self._log.head
+            self._wake()
+
+    def end(self) -> None:
+        """Wake everybody for the last time."""
         self.is_over = True
         self._wake()
 

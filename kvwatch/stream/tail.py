@@ -36,6 +36,8 @@ class TailCommand:
             "--event", action="append", default=[], metavar="NAME", dest="events",
             help="only these events, for instance request.finished; may be repeated",
         )  # fmt: skip
+        parser.add_argument("--engine", default="", metavar="NAME", help="which engine, where a sidecar offers several")
+        parser.add_argument("--dp-rank", type=int, default=None, metavar="N", help="which of its data-parallel ranks")
         parser.add_argument("--follow", action="store_true", help="go on until interrupted; connect again when lost")
         begin = parser.add_mutually_exclusive_group()
         begin.add_argument(
@@ -85,6 +87,8 @@ def _request(args: argparse.Namespace) -> "SubscribeRequest":
         seq=args.since,
         from_snapshot=args.from_snapshot,
         with_token_ids=args.token_ids,
+        engine=args.engine,
+        dp_rank=args.dp_rank,
         num_back=max(0, DEFAULT_LINES if args.lines is None else args.lines),
     )
 

@@ -48,7 +48,7 @@ class EventLog:
     thread, each cursor from one thread at a time.
     """
 
-    __slots__ = ("_capacity", "_clock", "_cursors", "_lock", "_ring", "active", "head", "now_ns", "step")
+    __slots__ = ("_capacity", "_clock", "_cursors", "_holes", "_lock", "_ring", "active", "head", "now_ns", "step")
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY, clock: Clock | None = None) -> None:
         self._ring: list[Event | None] = [None] * capacity
@@ -56,6 +56,7 @@ class EventLog:
         self._clock = clock or SystemClock()
         self._cursors: list[Cursor] = []
         self._lock = threading.Lock()  # guards the list of cursors only
+        self._holes: tuple[tuple[int, int], ...] = ()  # (first number, number after) of what was skipped
         self.active = False
         """True while at least one subscriber is attached. Read by emit sites; set here only."""
         self.head = 0
@@ -90,6 +91,22 @@ class EventLog:
         # Last: a reader that sees the new head must find the event in place.
         self.head = head + 1
 
+    def forward(self, event: Event) -> None:
+        """Append an event of another engine's log, which keeps its step and its time. Appender's thread only."""
+        self.step, self.now_ns = event.step, event.time_ns
+        self.append(event)
+
+    def skip(self, count: int) -> None:
+        """Leave out `count` numbers, for events that were lost before they came here. Appender's thread only.
+
+        Whoever reads on finds a gap there, and heals as from any other.
+        """
+        head = self.head
+        oldest = head + count - self._capacity
+        # First: a reader that sees the new head must know of the hole.
+        self._holes = (*(hole for hole in self._holes if hole[1] > oldest), (head, head + count))
+        self.head = head + count
+
     def subscribe(self, name: str) -> "Cursor":
         """Attach a subscriber that sees everything appended from now on. `name` labels its self-metrics."""
         with self._lock:
@@ -110,6 +127,11 @@ class EventLog:
         end = min(head, start + limit)
         if start < head - capacity:
             raise GapError(start, head - capacity)
+        for begin, after in self._holes:
+            if begin <= start < after:
+                raise GapError(start, after)
+            if start < begin < end:
+                end = begin
         first, stop = start % capacity, start % capacity + end - start
         # Slicing is atomic in CPython, and events are overwritten oldest first: when the oldest of a slice is the
         # one that was asked for, so are the others.

@@ -7,11 +7,14 @@ Exporters, docs/metrics.md and dashboards are derived from this page.
 from kvwatch.telemetry.buckets import (
     BATCH,
     BLOCKS,
+    GHOST_BLOCKS,
     ITL_SECONDS,
+    REBUILD_SECONDS,
     REQUEST_SECONDS,
     RESIDENCY_SECONDS,
     STEP_SECONDS,
     TOKENS,
+    TRANSFER_SECONDS,
     TTFT_SECONDS,
 )
 from kvwatch.telemetry.schema import Metric, MetricKind
@@ -118,6 +121,11 @@ KV_BLOCK_RELEASES = _counter(
     "kv_block_releases", "Table entries given up (a shared block counts once for each owner).", "blocks",
     ("tier", "reason"), moves="When sequences end or are preempted.", action="reason=preempted shows work thrown away.",
 )  # fmt: skip
+KV_BLOCK_STORES = _counter(
+    "kv_block_stores", "Blocks that became full and can be found under their hash.", "blocks", ("tier",),
+    moves="When a block is filled; in a foreign engine when a hash becomes resident.",
+    action="With kv_block_evictions: how fast the cache's content changes.",
+)  # fmt: skip
 KV_BLOCK_EVICTIONS = _counter(
     "kv_block_evictions", "Cached blocks whose content was dropped.", "blocks", ("tier", "reason"),
     moves="When an allocation finds no empty block, or on a reset.",
@@ -181,7 +189,7 @@ PREFIX_CACHE_REGRETTED_TOKENS = _counter(
 # ---------------------------------------------------------------- pressure
 PREEMPTIONS = _counter(
     "preemptions", "Requests that lost their blocks to others.", "1", ("mode", "reason"),
-    moves="When a running request needs a block and none is free.", action="Sustained: raise the watermark or the pool.",
+    moves="When a running request needs a block and none is free.", action="Sustained: raise the watermark or the pool. memory: lower max-batch-tokens.",
 )  # fmt: skip
 PREEMPTION_AWAY = _histogram(
     "preemption_away_seconds", "Time from a preemption to the resumption.", "seconds", REQUEST_SECONDS, ("mode",),
@@ -200,14 +208,47 @@ COMPUTED_TOKENS = _counter(
     "computed_tokens", "Tokens run through the model.", "tokens", moves="At every step.", action="The engine's useful and useless work.",
 )  # fmt: skip
 
+# ---------------------------------------------------------------- transfers between tiers
+SWAP_BLOCKS = _counter(
+    "swap_blocks", "Blocks that arrived in another tier: out and in with swapped requests, offload and restore with "
+    "prefixes.", "blocks", ("direction",), moves="When a transfer ends.",
+    action="offload without restore: the tiers keep what nobody asks for again. out and in: what preemption costs.",
+)  # fmt: skip
+SWAP_BYTES = _counter(
+    "swap_bytes", "Bytes of these blocks.", "bytes", ("direction",), moves="With swap_blocks.",
+    action="Its rate against the speed of the link: near it, swapping is what requests wait for.",
+)  # fmt: skip
+SWAP_SECONDS = _histogram(
+    "swap_seconds", "Time that moving a transfer's blocks took, without its wait behind others.", "seconds",
+    TRANSFER_SECONDS, ("direction",), moves="With swap_blocks.",
+    action="Longer than recompute_seconds: preemption by recompute is cheaper here.",
+)  # fmt: skip
+TRANSFER_FAILURES = _counter(
+    "transfer_failures", "Transfers whose blocks did not all arrive, by why; the rest is computed again.", "1",
+    ("reason",), moves="On full or failing disks, defective files, slow links; `dropped` when a request ends first.",
+    action="disk_full, disk_write, disk_read, corrupt: look at the disk. deadline: the link is too slow to be of use.",
+)  # fmt: skip
+KV_BLOCKS_IN_TRANSFER = _gauge(
+    "kv_blocks_in_transfer", "Blocks of the tier that are being read or written; absent without further tiers.",
+    "blocks", ("tier",), moves="When transfers begin and end.",
+    action="Blocks of the device that are on their way are used, but no request can run with them yet.",
+)  # fmt: skip
+KV_TIER_IGNORED_FILES = _gauge(
+    "kv_tier_ignored_files", "Files in a tier's folder that were of no use when it was opened, by why; absent if none.",
+    "1", ("tier", "reason"), moves="At the start.",
+    action="foreign: something else writes there. stale: of other weights or another layout. torn, corrupt: the machine "
+    "or its disk failed.",
+)  # fmt: skip
+
 # ---------------------------------------------------------------- requests
 REQUESTS = _gauge(
-    "requests", "Requests in the engine, by state.", "1", ("state",), moves="When requests arrive, start, end.",
+    "requests", "Requests in the engine, by state; swapped ones were preempted and keep their K/V behind the device.", "1",
+    ("state",), moves="When requests arrive, start, end, or are preempted.",
     action="Waiting grows while running does not: see waiting_requests for the reason.",
 )  # fmt: skip
 WAITING_REQUESTS = _gauge(
-    "waiting_requests", "Waiting requests by what they wait for.", "1", ("reason",), moves="At every step.",
-    action="blocks: memory; sequences: max-num-seqs; tokens: max-batch-tokens.",
+    "waiting_requests", "Requests that do not run, by what they wait for.", "1", ("reason",), moves="At every step.",
+    action="blocks: memory; sequences: max-num-seqs; tokens: max-batch-tokens; transfer: K/V on its way between tiers.",
 )  # fmt: skip
 OLDEST_WAITING_TIMESTAMP = _gauge(
     "oldest_waiting_timestamp_seconds", "Unix time at which the longest-waiting request was queued; absent if none waits.",
@@ -219,7 +260,7 @@ QUEUE_LIMIT = _gauge(
 )  # fmt: skip
 REQUESTS_FINISHED = _counter(
     "requests_finished", "Requests that ended. Values of lora and tenant come from allow-lists, others are `other`.", "1",
-    ("reason", "lora", "tenant"), moves="Once for each request.", action="abort: clients hang up; error: look at the logs.",
+    ("reason", "lora", "tenant"), moves="Once for each request.", action="abort: clients hang up; error: look at the logs; deadline: too slow.",
 )  # fmt: skip
 REQUESTS_REJECTED = _counter(
     "requests_rejected", "Requests refused before they were queued.", "1", ("reason",), moves="On every refusal, whether the API or the engine refuses.",
@@ -301,6 +342,16 @@ OUT_OF_MEMORY = _counter(
     "out_of_memory", "Steps that failed since the device had too little memory beside the pool.", "1",
     moves="On such a failure, with step_errors.", action="Lower max-batch-tokens or the pool: the workspace needs room.",
 )  # fmt: skip
+POOL_REBUILDS = _counter(
+    "pool_rebuilds", "Attempts to give the running pool another size.", "1", ("outcome",),
+    moves="When the pool is resized, or that is refused or fails.",
+    action="refused: running requests need the room; failed: the machine has no memory for it. The message says which.",
+)  # fmt: skip
+POOL_REBUILD_SECONDS = _histogram(
+    "pool_rebuild_seconds", "Time during which steps stood still while the pool got another size.", "seconds",
+    REBUILD_SECONDS, moves="With pool_rebuilds, unless it was refused.",
+    action="Grows with the blocks that hold something: resize when few do.",
+)  # fmt: skip
 BUILD_INFO = _gauge(
     "build_info", "Always 1; the version in a label.", "1", ("version",), moves="Never.", aggregate="max",
     action="Tells which version a series comes from.",
@@ -358,6 +409,80 @@ LEDGER_VIOLATIONS = _counter(
 LEDGER_UPDATE_TIMESTAMP = _gauge(
     "ledger_update_timestamp_seconds", "Unix time of the newest event in the view that is shown.", "seconds",
     moves="While the engine works.", aggregate="max", action="Tells a frozen number from a true one.",
+)  # fmt: skip
+
+# ---------------------------------------------------------------- what a sidecar watches
+KV_INDEXED_BLOCKS = _gauge(
+    "kv_indexed_blocks", "Hashes that are resident in a foreign engine; absent while source_complete is 0.", "blocks",
+    ("tier", "group"), moves="When hashes become resident or are gone.",
+    action="What can be hit. Which of them are in use is not told: no kv_blocks for such an engine.",
+)  # fmt: skip
+SOURCE_UP = _gauge(
+    "source_up", "1 while the sidecar reaches the engine, else 0.", "1", moves="When the engine starts, stops or is cut off.",
+    aggregate="min", action="0: is the engine up, and are its address and its token what the sidecar was given?",
+)  # fmt: skip
+SOURCE_COMPLETE = _gauge(
+    "source_complete", "1 while the engine's history is known from a moment at which its cache was empty.", "1",
+    moves="When history is lost, on a replay from the beginning, a clear, a restart of the engine.", aggregate="min",
+    action="0: resident blocks cannot be counted. Offer a replay endpoint, or start the sidecar before the engine.",
+)  # fmt: skip
+SOURCE_DRIFT = _gauge(
+    "source_drift_blocks",
+    "Blocks for which the engine's events contradicted what was known since its history was whole; absent before it was.",
+    "blocks", moves="On removals of what is not known, and on more copies than the pool can hold; 0 again on a clear or restart.",
+    action="Not 0: events were lost; do not trust kv_indexed_blocks until a clear or a restart.",
+)  # fmt: skip
+SOURCE_GAPS = _counter(
+    "source_gaps", "Times batches of the engine's events were missed.", "1", moves="When the numbers of batches have a hole.",
+    action="The sidecar or the network is too slow; with a replay endpoint gaps are filled, see source_replays.",
+)  # fmt: skip
+SOURCE_RESETS = _counter(
+    "source_resets", "Times the engine was seen to have started anew.", "1", moves="When the engine restarts.",
+    action="More than were deployed: the engine crashes.",
+)  # fmt: skip
+SOURCE_REPLAYS = _counter(
+    "source_replays", "Replays asked of the engine, by how they ended.", "1", ("outcome",),
+    moves="At the start, and after gaps.", action="incomplete: the engine keeps too few batches. failed: is the endpoint right?",
+)  # fmt: skip
+SOURCE_DECODE_ERRORS = _counter(
+    "source_decode_errors", "Messages or events of the engine that could not be understood and were left out.", "1",
+    ("kind",), moves="When an engine says what this version does not know.", action="Not 0: update the sidecar; look at its logs.",
+)  # fmt: skip
+SOURCE_LAST_EVENT_TIMESTAMP = _gauge(
+    "source_last_event_timestamp_seconds", "Unix time at which the engine's newest event came in.", "seconds",
+    moves="While the engine works.", aggregate="max", action="Old while the engine is busy: its events do not arrive.",
+)  # fmt: skip
+
+SOURCE_LAG = _histogram(
+    "source_lag_seconds", "Time from a batch of events in the engine to its arrival in the sidecar, by both clocks.", "seconds",
+    STEP_SECONDS, moves="With every live batch.", action="Long: the network, a slow sidecar, or clocks that differ.",
+)  # fmt: skip
+KV_PREFIX_ROOTS = _gauge(
+    "kv_prefix_roots", "Resident blocks that follow no resident block: distinct beginnings.", "blocks", ("tier", "group"),
+    moves="When prefixes begin or lose their beginning.", action="Near kv_indexed_blocks: prompts have nothing in common.",
+)  # fmt: skip
+KV_PREFIX_BRANCHES = _gauge(
+    "kv_prefix_branches", "Resident blocks that at least two resident blocks follow: ends of shared prefixes.", "blocks",
+    ("tier", "group"), moves="When prompts part or their continuations are gone.",
+    action="What to pin: few branches with many blocks behind them are worth keeping.",
+)  # fmt: skip
+KV_PREFIX_FAN_OUT_MAX = _gauge(
+    "kv_prefix_fan_out_max", "Most resident blocks that follow one resident block directly.", "blocks", ("tier", "group"),
+    moves="With kv_prefix_branches.", aggregate="max", action="The most popular prefix.",
+)  # fmt: skip
+KV_PREFIX_DEPTH_MAX = _gauge(
+    "kv_prefix_depth_max", "Most blocks in one resident prefix, as far as its beginning is known.", "blocks", ("tier", "group"),
+    moves="When long contexts come and go.", aggregate="max", action="Times the block size: the longest context that can hit.",
+)  # fmt: skip
+KV_PREMATURE_EVICTION_AWAY = _histogram(
+    "kv_premature_eviction_away_seconds", "Time from a block's removal to its return; a bounded number of removals is remembered.",
+    "seconds", RESIDENCY_SECONDS, ("tier",), moves="When a removed hash is stored again.",
+    action="Its count beside kv_block_evictions: the part of removals that was regretted.",
+)  # fmt: skip
+KV_PREMATURE_EVICTION_EXTRA = _histogram(
+    "kv_premature_eviction_extra_blocks", "Extra blocks of room that would have kept a block that was removed and came back.",
+    "blocks", GHOST_BLOCKS, ("tier",), moves="When a removed hash is stored again.",
+    action="The share below n is what n more blocks would have saved, exactly for an engine that removes the least recently used.",
 )  # fmt: skip
 
 CATALOGUE: tuple[Metric, ...] = tuple(item for item in list(globals().values()) if isinstance(item, Metric))

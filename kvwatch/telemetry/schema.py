@@ -41,11 +41,13 @@ class FieldSpec(msgspec.Struct, frozen=True):
     cardinality: Cardinality
     is_instant: bool = False
     """Whether it is a monotonic time, not a duration."""
+    foreign_values: tuple[str, ...] = ()
+    """Values that only events of a foreign engine have."""
 
 
-def label(number: int, brief: str) -> FieldSpec:
-    """Declare a field that may become a metric label."""
-    return FieldSpec(number, brief, "", Cardinality.LABEL)
+def label(number: int, brief: str, foreign_values: tuple[str, ...] = ()) -> FieldSpec:
+    """Declare a field that may become a metric label; no series of `foreign_values` begins in an engine of ours."""
+    return FieldSpec(number, brief, "", Cardinality.LABEL, foreign_values=foreign_values)
 
 
 def value(number: int, brief: str, unit: str) -> FieldSpec:

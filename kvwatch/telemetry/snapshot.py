@@ -8,11 +8,12 @@ import msgspec
 
 
 class SequenceState(msgspec.Struct, frozen=True, gc=False):
-    """One live sequence that holds blocks."""
+    """One live sequence that holds blocks; in a tier behind the device, all blocks of a swapped request."""
 
     request: str
     sequence: int
     block_ids: list[int]
+    tier: str = "device"
 
 
 class RequestState(msgspec.Struct, frozen=True, gc=False):
@@ -37,6 +38,31 @@ class TierState(msgspec.Struct, frozen=True, gc=False):
     """Block hash of every block that the prefix index knows."""
     filled_slots: list[int]
     """Slots whose K/V was written since the block was allocated."""
+    ignored_files: dict[str, int] = {}
+    """Files in the tier's folder that were of no use when it was opened, by why: `foreign`, `stale`, `torn`."""
+
+
+class TransferState(msgspec.Struct, frozen=True, gc=False):
+    """Blocks on their way between two tiers."""
+
+    transfer: int
+    request: str
+    """Request whose blocks they are; empty for an offload."""
+    num_blocks: int
+    from_tier: str
+    to_tier: str
+
+
+class IndexState(msgspec.Struct, frozen=True, gc=False):
+    """Resident hashes in one tier and group of a foreign engine; which blocks hold them is not known.
+
+    Each hash once; `ref_counts` says how many copies of it are there.
+    """
+
+    tier: str
+    group: str
+    hashes: list[bytes]
+    ref_counts: list[int]
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, gc=False):
@@ -60,3 +86,13 @@ class EngineSnapshot(msgspec.Struct, frozen=True, gc=False):
     """Values of the engine's settings that are numbers."""
     memory_bytes: dict[str, int] = {}
     """Memory of the device by what it is for: `weights`, `kv`, `workspace`. What is not known is absent."""
+    indexed: list[IndexState] = []
+    """What is resident in a foreign engine; it has no tiers, sequences and requests."""
+    is_foreign: bool = False
+    """Whether the engine tells which hashes are resident and nothing of its blocks."""
+    is_complete: bool = True
+    """Whether the history of a foreign engine is known from a moment at which its cache was empty."""
+    transfers: list[TransferState] = []
+    """What is on its way between tiers."""
+    last_step_ns: int | None = None
+    """Monotonic time at which the last step was completed; none before any."""

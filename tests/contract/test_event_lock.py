@@ -23,7 +23,14 @@ def test_every_declaration_is_locked() -> None:
 
 
 def test_numbers_lie_in_the_range_of_their_family() -> None:
-    ranges = {"block": (10, 29), "transfer": (30, 39), "request": (40, 59), "step": (60, 79), "control": (80, 99)}
+    ranges = {
+        "block": (10, 29),
+        "transfer": (30, 39),
+        "request": (40, 59),
+        "step": (60, 79),
+        "control": (80, 89),
+        "source": (90, 99),
+    }
 
     for spec in REGISTRY:
         low, high = ranges[spec.family]

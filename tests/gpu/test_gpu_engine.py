@@ -112,6 +112,19 @@ def test_graphs_are_captured_anew_for_another_cache(on_cpu: LoadedModel, on_gpu:
     assert_alike(runner, runner_of(on_cpu), within=1e-3)
 
 
+def test_a_rebuilt_cache_keeps_its_blocks_and_graphs_read_it(on_cpu: LoadedModel, on_gpu: LoadedModel) -> None:
+    runner = runner_of(on_gpu)
+    runner.warm_up(128)
+    runner.kv_cache.blocks[9] = 7
+
+    runner.rebuild(NUM_BLOCKS - 8, torch.tensor([9]).numpy(), torch.tensor([2]).numpy())
+
+    assert (runner.kv_cache.blocks[2] == 7).all()
+    assert not runner.kv_cache.blocks[9].any()
+    runner.rebuild(NUM_BLOCKS, torch.zeros(0, dtype=torch.int64).numpy(), torch.zeros(0, dtype=torch.int64).numpy())
+    assert_alike(runner, runner_of(on_cpu), within=1e-3)
+
+
 def test_capturing_writes_nothing_to_the_cache(on_gpu: LoadedModel) -> None:
     runner = runner_of(on_gpu)
 

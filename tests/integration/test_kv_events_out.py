@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
 import pytest
 import zmq
@@ -37,7 +38,7 @@ def wire_bytes(core: EngineCore) -> set[int | bytes]:
 class Stage:
     """An engine that is stepped by hand, its publisher, and a live reader in the same process."""
 
-    def __init__(self, *, hash_kind: str = "int", log_capacity: int = 100_000, **settings: object) -> None:
+    def __init__(self, *, hash_kind: str = "int", log_capacity: int = 100_000, **settings: Any) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.log = EventLog(log_capacity)
         self.core = make_core(NullModel(), self.log, emit_token_ids=True, **settings)

@@ -28,6 +28,10 @@ def test_every_metric_equals_the_engines_own_structures_over_ten_thousand_steps(
     follow(seed, 500)
 
 
+MOVED_ELSEWHERE = {"swap_blocks", "swap_bytes", "swap_seconds", "transfer_failures"}
+"""What needs tiers behind the device, which this load has not."""
+
+
 def test_random_load_moves_every_counter_and_histogram_of_the_engine() -> None:
     """LMCache#2574 (O08): a counter that no test moved stayed at 0 for months."""
     moved: set[str] = set()
@@ -37,4 +41,4 @@ def test_random_load_moves_every_counter_and_histogram_of_the_engine() -> None:
         moved |= {histogram.metric.name for histogram in view.histograms if histogram.count}
 
     declared = {sample.metric.name for sample in view.counters} | {sample.metric.name for sample in view.histograms}
-    assert declared - moved == {"ledger_violations"}
+    assert declared - moved == {"ledger_violations"} | MOVED_ELSEWHERE

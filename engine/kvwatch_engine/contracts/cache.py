@@ -1,7 +1,9 @@
-"""Shape of the KV cache of one group of layers."""
+"""Shape of the KV cache of one group of layers, and who owns its memory."""
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
+
+from kvwatch_engine.contracts.step import Int64Array
 
 KVDtype = Literal["auto", "int8", "fp8_e4m3", "fp8_e5m2"]
 """How keys and values are kept: as the model computes them, or quantised with a scale for each token and head."""
@@ -64,3 +66,19 @@ class KVCacheSpec:
 
 def _padded(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+
+class BlockMemory(Protocol):
+    """The memory behind a pool's blocks, which can be had anew in another size. Engine thread only."""
+
+    def rebuild(self, num_blocks: int, sources: Int64Array, destinations: Int64Array) -> None:
+        """Go on with memory for `num_blocks` blocks, of which `destinations[i]` holds what `sources[i]` held before.
+
+        All or nothing: an exception, for instance since memory is short, leaves the old memory in use.
+
+        Args:
+            num_blocks: blocks from now on, the null block included.
+            sources: i64[num_kept]. Blocks of the old memory.
+            destinations: i64[num_kept]. Blocks of the new memory, each once. All others hold nothing.
+        """
+        ...

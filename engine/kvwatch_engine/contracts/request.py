@@ -18,6 +18,8 @@ class FinishReason(StrEnum):
     """`max_tokens` or the context limit."""
     ABORT = "abort"
     """The client went away, or the server shut down."""
+    DEADLINE = "deadline"
+    """Its time was over before it was complete."""
     ERROR = "error"
     """The step failed; `SequenceOutput.error` says how."""
 
@@ -50,6 +52,10 @@ class GenerationRequest:
     cache_salt: str = ""
     """Part of every block hash of this request: blocks are shared only between equal salts."""
     origin: RequestOrigin = RequestOrigin()
+    priority: int = 0
+    """0 is served first. A higher number waits, but never for ever; see `EngineSettings.priority_aging_seconds`."""
+    deadline_seconds: float | None = None
+    """Time after its arrival at which it ends, finished or not; none leaves it to the engine's settings."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,13 @@
 """The engine's limits and policies, already validated."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+PreemptionMode = Literal["recompute", "swap", "auto"]
+"""What becomes of the K/V of a request that must yield its blocks; `auto` takes what is cheaper, as measured."""
+
+VictimPolicy = Literal["newest", "least-computed", "lowest-priority"]
+"""Which request yields; see `scheduling/victims.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +26,20 @@ class EngineSettings:
     max_prefill_chunk: int | None = None
     """Most tokens of one sequence in one step; none means `max_batch_tokens`."""
     watermark_blocks: int = 0
-    """Blocks kept free when waiting requests are admitted beside running ones."""
+    """Blocks kept free when waiting requests, new or preempted, are admitted beside running ones."""
+    reserve_prompt: bool = True
+    """Admit a request only when all tokens that it has fit at once; else its first chunk is enough."""
+    priority_aging_seconds: float = 30.0
+    """A request of priority p has the place of one of priority 0 that arrived p times so much later; 0 never ages."""
+    deadline_seconds: float | None = None
+    """Time after which every request ends, finished or not, unless it asks for less; none is no limit."""
+    preemption_mode: PreemptionMode = "auto"
+    """Without tiers everything is recomputed."""
+    victim_policy: VictimPolicy = "newest"
+    protect_after_preemptions: int = 3
+    """A request that was preempted so often yields only when no other of its priority can."""
+    watermark_ratio: float | None = None
+    """Part of the pool that `watermark_blocks` is, and stays when the pool is resized; none if it is a number."""
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_048_576
     enable_prefix_cache: bool = True
@@ -42,6 +62,10 @@ class EngineSettings:
             "max_batch_tokens": self.max_batch_tokens,
             "max_prefill_chunk": self.max_prefill_chunk,
             "watermark_blocks": self.watermark_blocks,
+            "reserve_prompt": self.reserve_prompt,
+            "priority_aging_seconds": self.priority_aging_seconds,
+            "deadline_seconds": self.deadline_seconds,
+            "protect_after_preemptions": self.protect_after_preemptions,
             "max_queued_requests": self.max_queued_requests,
             "max_queued_tokens": self.max_queued_tokens,
             "prefix_cache": self.enable_prefix_cache,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from kvwatch.telemetry.snapshot import SequenceState, TierState, TransferState
 from kvwatch_engine.contracts.block import BlockHash
 
 
@@ -70,7 +71,7 @@ class SwapSpace(Protocol):
         ...
 
     def drop(self, request_id: str) -> None:
-        """Forget a request, whatever its transfers are doing: it ended, or is to be recomputed. Unknown ids: nothing."""
+        """Forget a request, whatever its transfers are doing: it ended, or is to be recomputed. Unknown ids too."""
         ...
 
 
@@ -78,7 +79,7 @@ class PrefixTiers(Protocol):
     """Prefix blocks that were evicted from the device and may still be had."""
 
     def find(self, hashes: Sequence[BlockHash]) -> list[TierHit]:
-        """Return which leading part of `hashes` the tiers hold, nearest tier first for each; changes nothing."""
+        """Return which leading part of `hashes` the tiers hold, nearest first; it is evicted last now."""
         ...
 
     def begin_restore(self, request_id: str, sequence: int, first_index: int, hits: Sequence[TierHit]) -> None:
@@ -91,6 +92,38 @@ class Tiers(SwapSpace, PrefixTiers, Protocol):
 
     def poll(self) -> list[TransferOutcome]:
         """Return what has ended since the last call, after its blocks were released or entered."""
+        ...
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep until a transfer has ended, at most so long; return whether one has. For when nothing else is to do."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all prefixes, as the device's prefix cache does; swapped requests stay."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is in flight and let go of threads and files; safe to call twice. Returns within seconds."""
+        ...
+
+    def states(self) -> list[TierState]:
+        """Return the pools behind the device as plain columns, for a snapshot."""
+        ...
+
+    def sequences(self) -> list[SequenceState]:
+        """Return which requests hold blocks in these pools, for a snapshot."""
+        ...
+
+    def transfers(self) -> list[TransferState]:
+        """Return what is on its way, for a snapshot."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Verify the invariants of the pools behind the device.
+
+        Raises:
+            CacheCorruption: with the equation that does not hold.
+        """
         ...
 
     @property

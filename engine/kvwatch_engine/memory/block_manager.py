@@ -8,10 +8,12 @@ Knows tokens only to hash full blocks; knows neither scheduling nor tensors. Che
 too few free blocks returns None or False and has changed nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from kvwatch.telemetry.events import BlocksCopied, SequenceForked
+from kvwatch.telemetry.events import BlocksCopied, BlocksShared, SequenceForked
 from kvwatch.telemetry.events.block import AllocationReason, ReleaseReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import SequenceState
@@ -19,6 +21,7 @@ from kvwatch_engine.contracts.block import BlockHash, BlockId
 from kvwatch_engine.contracts.errors import CacheCorruption
 from kvwatch_engine.memory.block_hash import HashChain, TokenSlice
 from kvwatch_engine.memory.block_pool import BlockPool, Owner, StoredRun
+from kvwatch_engine.memory.relocation import Relocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,9 @@ class BlockManager:
         self._log = log
         self._tables: dict[Owner, list[BlockId]] = {}
         self._num_stored: dict[Owner, int] = {}
+        self._holds: Counter[Owner] = Counter()
+        self._kept: list[tuple[Owner, list[BlockId], ReleaseReason]] = []
+        """Tables that were released while a transfer reads or writes their blocks, reversed."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold `num_tokens` tokens."""
@@ -95,7 +101,9 @@ class BlockManager:
         missing = self.blocks_for(num_tokens) - len(table)
         if missing:
             blocks = self.pool.allocate(missing, owner, "prefill")
-            assert blocks is not None, "free blocks were counted before"
+            if blocks is None:
+                self._give_back(table, owner)
+                return False
             table += blocks
         self._tables[owner] = table
         self._num_stored[owner] = len(prefix)
@@ -124,12 +132,16 @@ class BlockManager:
             return ()
         if max(0, missing) + len(shared) > self.pool.num_free:
             return None
-        copies = tuple(self._unshare(owner, table, index) for index in shared)
+        own = self.pool.allocate(len(shared), owner, "cow") if shared else []
+        if own is None:
+            return None
         if missing > 0:
             blocks = self.pool.allocate(missing, owner, reason)
-            assert blocks is not None, "free blocks were counted before"
+            if blocks is None:
+                self.pool.release(own, owner, "cow")
+                return None
             table += blocks
-        return copies
+        return self._unshare(owner, table, shared, own) if shared else ()
 
     def record_written(self, owner: Owner, start: int, end: int) -> list[BlockId]:
         """Note that the K/V of tokens `start` to `end` is being written; return the blocks that it is written to."""
@@ -184,7 +196,10 @@ class BlockManager:
         self._tables[child] = blocks
         self._num_stored[child] = min(self._num_stored[parent], num_full)
         if self._log.active:
-            self._log.append(SequenceForked(parent.request, parent.sequence, child.sequence, len(blocks)))
+            if parent in self._holds:  # an older table of it may be released but held: then blocks have to be named
+                self._log.append(BlocksShared(child.request, child.sequence, list(blocks)))
+            else:
+                self._log.append(SequenceForked(parent.request, parent.sequence, child.sequence, len(blocks)))
         return num_tokens
 
     def release(self, owner: Owner, reason: ReleaseReason) -> None:
@@ -194,7 +209,55 @@ class BlockManager:
             return
         del self._num_stored[owner]
         table.reverse()  # the tail of a chain is evicted first
-        self.pool.release(table, owner, reason)
+        if owner in self._holds:
+            self._kept.append((owner, table, reason))
+        else:
+            self.pool.release(table, owner, reason)
+
+    # ------------------------------------------------------------------ transfers
+
+    def hold(self, owner: Owner) -> None:
+        """Keep a sequence's blocks used even if they are released, until `end_hold`: a transfer reads or writes them.
+
+        The sequence may get another block table meanwhile.
+        """
+        self._holds[owner] += 1
+
+    def end_hold(self, owner: Owner) -> None:
+        """End one hold; after the last one of a sequence, what was released meanwhile becomes free."""
+        self._holds[owner] -= 1
+        if self._holds[owner]:
+            return
+        del self._holds[owner]
+        for kept in [kept for kept in self._kept if kept[0] == owner]:
+            self._kept.remove(kept)
+            self.pool.release(kept[1], owner, kept[2])
+
+    @property
+    def num_holds(self) -> int:
+        """Sequences whose blocks take part in transfers: nobody may move these blocks."""
+        return len(self._holds)
+
+    def rebuild(self, tables: Mapping[Owner, Sequence[int]], num_distinct: int) -> list[BlockId] | None:
+        """Give sequences of one request block tables that share as `tables` says, in new blocks.
+
+        Args:
+            tables: for each sequence numbers from 0 to `num_distinct` - 1; equal numbers stand for one block. Each
+                number occurs.
+            num_distinct: how many there are.
+
+        Returns:
+            The block of each number; None, with nothing changed, when too few are free.
+        """
+        if num_distinct > self.pool.num_free:
+            return None
+        places: list[BlockId | None] = [None] * num_distinct
+        for owner, numbers in tables.items():
+            assert owner not in self._tables, f"{owner} already has a block table"
+            if not self._extend(owner, numbers, places):
+                self._undo_rebuild(tables)
+                return None
+        return [place for place in places if place is not None]
 
     def num_blocks_freed_by(self, owners: Iterable[Owner]) -> int:
         """Return how many blocks would become free if all `owners` were released. Shared blocks of others stay."""
@@ -210,13 +273,25 @@ class BlockManager:
             return len(self._tables.get(owners[0], ()))
         return len({block for owner in owners for block in self._tables.get(owner, ())})
 
+    def resize(self, plan: Relocation) -> None:
+        """Give the pool another number of blocks as `BlockPool.plan_resize` said just now; O(blocks)."""
+        assert not self._holds, "a transfer knows blocks by their ids"
+        self.pool.resize(plan)
+        for table in self._tables.values():
+            table[:] = map(plan.place_of, table)
+
     # ------------------------------------------------------------------ truth
 
     def to_states(self) -> list[SequenceState]:
         """Return all block tables for a snapshot."""
+        tables: dict[Owner, list[BlockId]] = {}
+        for owner, blocks, _ in self._kept:
+            tables.setdefault(owner, []).extend(reversed(blocks))
+        for owner, table in self._tables.items():
+            tables.setdefault(owner, []).extend(table)
         return [
             SequenceState(request=owner.request, sequence=owner.sequence, block_ids=list(table))
-            for owner, table in self._tables.items()
+            for owner, table in tables.items()
         ]
 
     def check_integrity(self) -> None:
@@ -227,7 +302,7 @@ class BlockManager:
         """
         self.pool.check_integrity()
         occurrences = [0] * self.pool.num_blocks
-        for table in self._tables.values():
+        for table in (*self._tables.values(), *(blocks for _, blocks, _ in self._kept)):
             for block in table:
                 occurrences[block] += 1
         for index, (count, expected) in enumerate(zip(self.pool.ref_counts, occurrences, strict=True)):
@@ -235,6 +310,31 @@ class BlockManager:
                 raise CacheCorruption(f"block {index}: reference count {count}, but it is in {expected} tables")
 
     # ------------------------------------------------------------------ parts
+
+    def _extend(self, owner: Owner, numbers: Sequence[int], places: list[BlockId | None]) -> bool:
+        """Make one table of `rebuild`: runs of blocks that are new, and runs that another sequence has already."""
+        table = self._tables[owner] = []
+        self._num_stored[owner] = 0  # they enter the prefix index again when the sequence goes on
+        for is_new, group in groupby(numbers, lambda number: places[number] is None):
+            run = list(group)
+            if is_new:
+                blocks = self.pool.allocate(len(run), owner, "restore")
+                if blocks is None:
+                    return False
+                for number, taken in zip(run, blocks, strict=True):
+                    places[number] = taken
+            else:
+                blocks = [block for number in run if (block := places[number]) is not None]
+                self.pool.share(blocks)
+                if self._log.active:
+                    self._log.append(BlocksShared(owner.request, owner.sequence, list(blocks)))
+            table += blocks
+        return True
+
+    def _undo_rebuild(self, tables: Iterable[Owner]) -> None:
+        """The pool refused blocks against its own count."""
+        for owner in tables:
+            self.release(owner, "aborted")
 
     def _token_ids(self, tokens: TokenSlice, first: int, end: int) -> list[list[int]]:
         size = self.block_size
@@ -246,14 +346,21 @@ class BlockManager:
         first, last = start // self.block_size, min(len(table) - 1, (end - 1) // self.block_size)
         return [index for index in range(first, last + 1) if ref_counts[table[index]] > 1]
 
-    def _unshare(self, owner: Owner, table: list[BlockId], index: int) -> BlockCopy:
-        source = table[index]
-        blocks = self.pool.allocate(1, owner, "cow")
-        assert blocks is not None, "free blocks were counted before"
-        destination = blocks[0]
-        table[index] = destination
-        self.pool.filled_slots[destination] = self.pool.filled_slots[source]
+    def _give_back(self, prefix: list[BlockId], owner: Owner) -> None:
+        """Undo the reuse of a prefix: the pool refused the blocks behind it."""
+        if prefix:
+            self.pool.release(prefix[::-1], owner, "truncated")
+
+    def _unshare(
+        self, owner: Owner, table: list[BlockId], places: list[int], own: list[BlockId]
+    ) -> tuple[BlockCopy, ...]:
+        """Put blocks of the sequence's own into these places of its table, which hold shared ones."""
+        shared = [table[place] for place in places]
+        filled_slots = self.pool.filled_slots
+        for place, source, destination in zip(places, shared, own, strict=True):
+            table[place] = destination
+            filled_slots[destination] = filled_slots[source]
         if self._log.active:
-            self._log.append(BlocksCopied(owner.request, owner.sequence, [source], [destination]))
-        self.pool.release([source], owner, "cow")
-        return BlockCopy(source, destination)
+            self._log.append(BlocksCopied(owner.request, owner.sequence, list(shared), list(own)))
+        self.pool.release(shared, owner, "cow")
+        return tuple(map(BlockCopy, shared, own))

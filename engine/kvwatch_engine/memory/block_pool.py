@@ -10,23 +10,25 @@ Knows blocks and their owners' names, not block tables, tokens or tensors. Emits
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvwatch.telemetry.events import (
     BlocksAllocated,
     BlocksEvicted,
     BlocksReleased,
+    BlocksRelocated,
     BlocksReused,
     BlocksStored,
     CacheCleared,
 )
-from kvwatch.telemetry.events.block import AllocationReason, EvictionReason, ReleaseReason
+from kvwatch.telemetry.events.block import AllocationReason, EvictionReason, ReleaseReason, Tier
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import TierState
 from kvwatch_engine.contracts.block import NULL_BLOCK, BlockHash, BlockId
 from kvwatch_engine.contracts.errors import CacheCorruption
 from kvwatch_engine.memory.free_list import FreeList
+from kvwatch_engine.memory.relocation import Relocation, plan_relocation
 
 
 class Owner(NamedTuple):
@@ -46,6 +48,9 @@ class StoredRun(NamedTuple):
     """Token ids of each block; none when nobody may know them."""
 
 
+OnEvict = Callable[[Sequence[BlockId], Sequence[BlockHash]], None]
+"""Is given blocks that make room, and their hashes, before anything else can be written to them. Does not raise."""
+
 MAX_REMEMBERED_EVICTIONS = 131_072
 """Evicted hashes kept for `would_have_hit`, unless the pool has fewer blocks; some 20 MB."""
 
@@ -57,7 +62,10 @@ class BlockPool:
     reference count is 0; the prefix index and `hashes` are each other's inverse.
     """
 
-    def __init__(self, num_blocks: int, log: EventLog) -> None:
+    def __init__(self, num_blocks: int, log: EventLog, tier: Tier = "device") -> None:
+        self.tier: Tier = tier
+        self.on_evict: OnEvict | None = None
+        """Called when cached blocks make room for others; none while there is no tier behind this one."""
         self.num_blocks = num_blocks
         """Blocks including the null block."""
         self.ref_counts = [0] * num_blocks
@@ -110,6 +118,16 @@ class BlockPool:
         """Return the block that holds `content`, used or cached. O(1); changes nothing."""
         return self._index.get(content)
 
+    def cached(self) -> list[tuple[BlockId, BlockHash]]:
+        """Return the cached blocks and what they hold, the next to be evicted first. O(cached blocks)."""
+        return [(block, content) for block in self._free.cached() if (content := self.hashes[block]) is not None]
+
+    def touch(self, blocks: Sequence[BlockId]) -> None:
+        """Let those of `blocks` that are cached be evicted last, the first of them last of all."""
+        for block in reversed(blocks):
+            if self.ref_counts[block] == 0:
+                self._free.touch_cached(block)
+
     def would_have_hit(self, content: BlockHash) -> bool:
         """Return whether `content` is here, or was evicted for want of room not long ago while somebody listened."""
         return content in self._index or content in self._evicted
@@ -138,8 +156,8 @@ class BlockPool:
             self.filled_slots[block] = 0
             self._allocated_ns[block] = now
             self._hits[block] = 0
-        if self._log.active:
-            self._log.append(BlocksAllocated(owner.request, owner.sequence, list(blocks), reason))
+        if blocks and self._log.active:
+            self._log.append(BlocksAllocated(owner.request, owner.sequence, list(blocks), reason, self.tier))
         return blocks
 
     def reuse(self, blocks: Sequence[BlockId], owner: Owner) -> None:
@@ -154,7 +172,7 @@ class BlockPool:
             self.ref_counts[block] += 1
             self._hits[block] += 1
         if self._log.active:
-            self._log.append(BlocksReused(owner.request, owner.sequence, list(blocks), gaps))
+            self._log.append(BlocksReused(owner.request, owner.sequence, list(blocks), gaps, self.tier))
 
     def share(self, blocks: Sequence[BlockId]) -> None:
         """Add a reference to used blocks, for a fork. The caller emits `SequenceForked`."""
@@ -181,7 +199,7 @@ class BlockPool:
                 else:
                     self._free.add_cached(block)
         if self._log.active:  # without blocks too: it ends the sequence's empty table
-            self._log.append(BlocksReleased(owner.request, owner.sequence, list(blocks), reason))
+            self._log.append(BlocksReleased(owner.request, owner.sequence, list(blocks), reason, self.tier))
 
     def store(
         self,
@@ -213,6 +231,18 @@ class BlockPool:
                 self._evicted.pop(content, None)
         self._emit_stored(blocks[first:], hashes[first:], parent, source, first)
 
+    def forget(self, block: BlockId) -> None:
+        """Drop the content of one cached block, since it cannot be read."""
+        content = self.hashes[block]
+        assert content is not None, f"block {block} holds nothing that could be forgotten"
+        assert self.ref_counts[block] == 0, f"block {block} is in use"
+        del self._index[content]
+        self.hashes[block] = None
+        self._free.remove_cached(block)
+        self._free.add_empty(block)
+        if self._log.active:
+            self._log.append(self._evicted_event([block], [content], "unreadable", ""))
+
     def clear_cache(self) -> int:
         """Forget all content. Used blocks go on and become empty when released.
 
@@ -229,15 +259,47 @@ class BlockPool:
         self._index.clear()
         self._evicted.clear()
         if self._log.active:
-            self._log.append(CacheCleared(list(still_used)))
+            self._log.append(CacheCleared(list(still_used), self.tier))
         return cached
+
+    def plan_resize(self, num_blocks: int) -> Relocation | None:
+        """Return how to become a pool of `num_blocks` blocks; None when the used ones do not fit. Changes nothing."""
+        return plan_relocation(self.ref_counts, self._free.cached(), num_blocks)
+
+    def resize(self, plan: Relocation) -> None:
+        """Evict, move and then have the number of blocks that was planned just now; O(blocks).
+
+        The caller moves the content, changes the block tables and tells the new size.
+        """
+        if plan.num_evictions:
+            for block in self._evict(plan.num_evictions, "", "resize"):
+                self._free.add_empty(block)
+        moves = plan.moves
+        for source, destination in moves.items():
+            content = self.hashes[source]
+            if content is not None:
+                self._index[content] = destination
+            self.hashes[source] = None
+            self.hashes[destination] = content
+        for column in (self.ref_counts, self.filled_slots, self._allocated_ns, self._released_ns, self._hits):
+            for source, destination in moves.items():
+                column[destination] = column[source]
+                column[source] = 0
+        if moves and self._log.active:
+            self._log.append(BlocksRelocated(list(moves), list(moves.values()), self.tier))
+        old, new = self.num_blocks, plan.num_blocks
+        self._free.resize(old, new, moves)
+        for column in (self.ref_counts, self.filled_slots, self._allocated_ns, self._released_ns, self._hits):
+            column[new:] = [0] * max(0, new - old)
+        self.hashes[new:] = [None] * max(0, new - old)
+        self.num_blocks = new
 
     # ------------------------------------------------------------------ truth
 
     def to_state(self) -> TierState:
         """Return the pool as plain columns for a snapshot."""
         return TierState(
-            tier="device",
+            tier=self.tier,
             num_blocks=self.num_blocks,
             ref_counts=list(self.ref_counts),
             hashes=list(self.hashes),
@@ -284,27 +346,32 @@ class BlockPool:
             blocks.append(block)
             hashes.append(content)
         if self._log.active:
-            if reason == "pressure":
+            if reason == "pressure" and self.tier == "device":
                 self._remember(hashes)
-            now = self._log.now_ns
-            self._log.append(
-                BlocksEvicted(
-                    list(hashes),
-                    list(blocks),
-                    [now - self._allocated_ns[block] for block in blocks],
-                    [now - self._released_ns[block] for block in blocks],
-                    [self._hits[block] for block in blocks],
-                    reason,
-                    beneficiary,
-                )
-            )
+            self._log.append(self._evicted_event(blocks, hashes, reason, beneficiary))
+        if self.on_evict is not None and reason == "pressure":
+            self.on_evict(blocks, hashes)
         return blocks
+
+    def _evicted_event(
+        self, blocks: list[BlockId], hashes: list[BlockHash], reason: EvictionReason, beneficiary: str
+    ) -> BlocksEvicted:
+        now = self._log.now_ns
+        return BlocksEvicted(
+            list(hashes),
+            list(blocks),
+            [now - self._allocated_ns[block] for block in blocks],
+            [now - self._released_ns[block] for block in blocks],
+            [self._hits[block] for block in blocks],
+            reason,
+            beneficiary,
+            self.tier,
+        )
 
     def _remember(self, hashes: Sequence[BlockHash]) -> None:
         evicted = self._evicted
-        for content in hashes:
-            evicted[content] = None
-        while len(evicted) > min(self.num_blocks, MAX_REMEMBERED_EVICTIONS):
+        evicted.update(dict.fromkeys(hashes))
+        for _ in range(len(evicted) - min(self.num_blocks, MAX_REMEMBERED_EVICTIONS)):
             evicted.popitem(last=False)
 
     def _emit_stored(
@@ -323,6 +390,7 @@ class BlockPool:
                 list(hashes),
                 list(blocks),
                 parent,
+                self.tier,
                 request=source.owner.request,
                 sequence=source.owner.sequence,
                 first_index=source.first_index + first,

@@ -1,7 +1,7 @@
 """Free blocks in eviction order. Knows nothing of owners or hashes."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kvwatch_engine.contracts.block import BlockId
 
@@ -65,6 +65,20 @@ class FreeList:
         """Add a block with content; it becomes the last to be evicted."""
         self._cached[block] = None
 
+    def touch_cached(self, block: BlockId) -> None:
+        """Let a cached block be the last to be evicted."""
+        self._cached.move_to_end(block)
+
     def remove_cached(self, block: BlockId) -> None:
         """Take a cached block back into use."""
         del self._cached[block]
+
+    def resize(self, old_end: int, end: int, moves: Mapping[BlockId, BlockId]) -> None:
+        """Go from blocks below `old_end` to blocks below `end`; free ones among `moves` change their id. O(free).
+
+        The eviction order stays. New blocks are taken last: the others' memory may still be warm.
+        """
+        taken = set(moves.values())
+        kept = [block for block in self._empty if block < end and block not in taken]
+        self._empty = [BlockId(block) for block in range(end - 1, old_end - 1, -1)] + kept
+        self._cached = OrderedDict((moves.get(block, block), None) for block in self._cached)

@@ -1,11 +1,16 @@
 """The tensor behind the blocks. Its layout is drawn in engine/README.md, section "KV cache layout"."""
 
+from typing import Final
+
 import numpy as np
 import torch
 
 from kvwatch_engine.contracts.cache import BLOCK_ALIGNMENT, KVCacheSpec
 from kvwatch_engine.contracts.step import Int64Array
 from kvwatch_kernels.block_copy import block_copy
+
+_BATCH_BYTES: Final = 32 * 2**20
+"""Bytes that are copied at once when a cache is rebuilt: they take memory a third time."""
 
 
 class KVCache:
@@ -89,6 +94,20 @@ class KVCache:
             destinations: i64[num_copies]. Blocks to overwrite; none of them is also a source.
         """
         block_copy(self._blocks, sources, destinations)
+
+    def rebuilt(self, num_blocks: int, sources: Int64Array, destinations: Int64Array) -> "KVCache":
+        """Return a cache of another size, whose block `destinations[i]` holds what `sources[i]` holds here.
+
+        This one stays as it is. Both exist for a while: on a CPU only the blocks that are copied take memory twice,
+        on a GPU the whole of both caches does.
+        """
+        cache = KVCache(self.spec, num_blocks, self.device)
+        batch = max(1, _BATCH_BYTES // self.spec.block_bytes)
+        for first in range(0, len(sources), batch):
+            from_blocks = torch.from_numpy(sources[first : first + batch]).to(self.device)
+            to_blocks = torch.from_numpy(destinations[first : first + batch]).to(self.device)
+            cache._blocks.index_copy_(0, to_blocks, self._blocks.index_select(0, from_blocks))
+        return cache
 
 
 def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:

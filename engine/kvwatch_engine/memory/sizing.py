@@ -33,6 +33,11 @@ def parse_watermark(text: str, capacity: int, setting: str = "--watermark") -> i
     return blocks
 
 
+def watermark_ratio(text: str) -> float | None:
+    """Return the ratio that a valid watermark is; None if it is a number of blocks."""
+    return None if text.strip().isdigit() else float(text)
+
+
 def default_num_blocks(spec: KVCacheSpec, max_model_len: int, max_num_seqs: int, free_bytes: int) -> int:
     """Return the number of blocks, null block included: a share of the free memory, but no more than can be used.
 

@@ -56,6 +56,16 @@ class ModelRunner:
             if self._captured_tokens is not None:
                 self._device.capture(self._captured_tokens)
 
+    def rebuild(self, num_blocks: int, sources: Int64Array, destinations: Int64Array) -> None:
+        """Go on with a cache of another size that keeps the content of some blocks; see `BlockMemory`."""
+        before = self._kv_cache, self._device
+        cache = self._kv_cache.rebuilt(num_blocks, sources, destinations)
+        try:
+            self.rebind(cache)
+        except BaseException:  # graphs could not be captured, for instance
+            self._kv_cache, self._device = before
+            raise
+
     def execute(self, step: StepInput) -> StepResult:
         """Carry out a step and choose its tokens.
 

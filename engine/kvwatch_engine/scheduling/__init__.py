@@ -1,9 +1,17 @@
 """What runs in the next step, and what becomes of its results. No torch.
 
-request.py      requests and sequences: the mutable state of work in progress
-queue.py        requests that wait, in order of arrival
-policy.py       small decisions, each readable alone: who may start, who must yield, how many tokens
-lifecycle.py    admission, forking, preemption, end: every change of a request's state, and its events
-step_builder.py packs scheduled tokens into one StepInput
-scheduler.py    schedule() and apply()
+request.py         requests and sequences: the mutable state of work in progress
+queue.py           requests that wait, in order
+limits.py          what a request must be to be let in
+policy.py          small decisions, each readable alone: who comes first, how many tokens, how many blocks
+lifecycle.py       start, fork, preemption, end: every change of a request's state
+request_events.py  the events that tell of them
+admission.py       who may start or resume, and why the others wait
+victims.py         who yields when blocks are short
+cost_model.py      what recomputation costs, as measured
+preemption.py      makes room: waits for what is coming, recomputes or swaps
+deadlines.py       whose time is over
+step_builder.py    packs scheduled tokens into one StepInput
+results.py         what the results of a step change
+scheduler.py       schedule() and apply()
 """

@@ -1,50 +1,81 @@
-"""Every change of a request's state, with its events: admission, fork, preemption, end. Engine thread only."""
+"""Every change of a request's state, with its events: start, fork, preemption, end. Engine thread only.
 
-from itertools import takewhile
-from typing import Literal
+    waiting ──▶ running ──▶ finished
+       ▲           │  ▲
+       │ recompute │  └─────────────┐
+       └───────────┴──▶ swapped ────┘
+
+What waits and what is swapped out is in the queue, in order; on its way in, a request is in `arriving`.
+"""
+
+from bisect import insort
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from kvwatch.telemetry.events import (
     AllocationFailed,
     FirstToken,
-    RequestAdmitted,
-    RequestFinished,
     RequestPreempted,
-    RequestQueued,
     RequestRecovered,
     RequestResumed,
+    SwapAbandoned,
 )
+from kvwatch.telemetry.events.request import PreemptionMode, PreemptionReason
 from kvwatch.telemetry.log import EventLog
-from kvwatch_engine.contracts.block import BlockId
 from kvwatch_engine.contracts.request import FinishReason
+from kvwatch_engine.contracts.tiers import TransferKind
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.scheduling.queue import WaitingQueue
 from kvwatch_engine.scheduling.request import Request, RequestState, Sequence
+from kvwatch_engine.scheduling.request_events import admitted_event, finished_event, queued_event
 
-_SEVERITY = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
+
+class Preempted(NamedTuple):
+    """How and why a request was preempted."""
+
+    mode: PreemptionMode
+    reason: PreemptionReason
+    recompute_ns: int | None = None
+    """Estimated time to compute again what it loses; None when that is not known."""
+    swap_ns: int | None = None
+    """Estimated time to move its blocks out and in again; None when that is not known."""
 
 
 class Lifecycle:
-    """Moves requests between waiting, running and finished, and their blocks with them.
+    """Moves requests between waiting, running, swapped and finished, and their blocks with them.
 
-    Invariant: waiting and finished requests hold no block.
+    Invariant: a request that does not run holds no block, unless a transfer of its blocks is in flight. The blocks of
+    a request that ends then are released by the tiers, when the transfer has ended.
     """
 
-    def __init__(self, manager: BlockManager, log: EventLog) -> None:
+    def __init__(
+        self, manager: BlockManager, log: EventLog, drop_transfer: Callable[[str], None] = lambda _request_id: None
+    ) -> None:
+        """Create the lifecycle of no requests; `drop_transfer` tells the tiers to forget a request."""
         self.waiting = WaitingQueue()
+        self.arriving: list[Request] = []
+        """Requests that start or resume as soon as their blocks are filled: they are in the queue no more."""
         self.running: list[Request] = []
-        """Running requests in order of arrival."""
+        """Running requests in the order of their ranks."""
         self._requests: dict[str, Request] = {}
         self._manager = manager
         self._log = log
+        self._drop_transfer = drop_transfer
 
     def find(self, request_id: str) -> Request | None:
         """Return a live request."""
         return self._requests.get(request_id)
 
     @property
-    def num_running_sequences(self) -> int:
-        """Live sequences of running requests, forked or still to be."""
-        return sum(len(request.live_sequences()) for request in self.running)
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    @property
+    def num_admitted_sequences(self) -> int:
+        """Live sequences of running and arriving requests, forked or still to be."""
+        admitted = (*self.running, *self.arriving) if self.arriving else self.running
+        return sum(len(request.live_sequences()) for request in admitted)
 
     def requests(self) -> list[Request]:
         """Return all live requests."""
@@ -57,49 +88,31 @@ class Lifecycle:
         self._requests[request.request_id] = request
         self.waiting.add(request)
         if self._log.active:
-            self._log.append(_queued_event(request))
+            self._log.append(queued_event(request))
 
-    def find_prefix(self, request: Request) -> list[BlockId]:
-        """Return the blocks of a waiting request's longest known prefix; the last token is always left out.
+    def hold(self, request: Request, transfer: TransferKind) -> None:
+        """Take the head out of the queue: it has its blocks, and goes on when this transfer has filled them."""
+        self._leave_queue(request)
+        self.arriving.append(request)
+        request.transfer = transfer
 
-        Its logits are needed, so at least the last token runs through the model.
-        """
-        if not self._manager.enable_prefix_cache:
-            return []
-        leader = request.live_sequences()[0]
-        num_blocks = (leader.num_tokens - 1) // self._manager.block_size
-        return self._manager.find_prefix(leader.chain.upto(num_blocks, leader.tokens)[:num_blocks])
-
-    def num_blocks_needed(self, request: Request, prefix: list[BlockId]) -> int:
-        """Return how many free blocks a waiting request takes for all tokens it has, over all its sequences."""
-        leader, *followers = request.live_sequences()
-        shared = request.num_prompt_tokens // self._manager.block_size
-        needed = self._manager.num_blocks_missing(prefix, leader.num_tokens)
-        return needed + sum(
-            self._manager.blocks_for(follower.num_tokens) - shared
-            for follower in followers
-            if follower.output_token_ids
-        )
-
-    def admit(self, request: Request, prefix: list[BlockId]) -> None:
-        """Start or resume the head of the queue, whose blocks were counted before."""
-        assert request is self.waiting.head, "requests are admitted in order"
-        leader = request.live_sequences()[0]
-        is_first = request.preempted_ns is None
-        # Before the request's own blocks are taken, which may evict more.
-        regretted = self._num_regretted_tokens(leader, len(prefix)) if is_first and self._log.active else 0
-        opened = self._manager.open(leader.owner, prefix, leader.num_tokens)
-        assert opened, "free blocks were counted before"
-        self.waiting.pop_head()
-        self.running.append(request)
+    def start(self, request: Request) -> None:
+        """Let a request run that has its blocks: the head of the queue, or one whose transfer has ended."""
+        if request.transfer is None:
+            self._leave_queue(request)
+        else:
+            self.arriving.remove(request)
+            request.transfer = None
+            self._release_ended(request)
+        was_swapped = request.state is RequestState.SWAPPED
         request.state = RequestState.RUNNING
         request.wait_reason = None
-        leader.num_computed = len(prefix) * self._manager.block_size
+        insort(self.running, request, key=lambda each: each.rank)
         self.note_blocks(request)
-        if is_first:
-            self._note_admitted(request, leader.num_computed, regretted)
+        if request.preempted_ns is not None:
+            self._note_resumed(request, "swap" if was_swapped else "recompute")
         else:
-            self._note_resumed(request, leader.num_computed)
+            self._note_admitted(request)
 
     def fail_allocation(self, request: Request, needed: int, available: int, *, is_admission: bool) -> None:
         """Report that a request needed more blocks than it could have."""
@@ -151,17 +164,24 @@ class Lifecycle:
         owners = [sequence.owner for sequence in request.active_sequences()]
         request.peak_blocks = max(request.peak_blocks, self._manager.num_distinct_blocks(owners))
 
-    def preempt(self, victim: Request, beneficiary: Request) -> None:
-        """Take a running request's blocks; it returns to its place in the queue and computes them again later."""
+    # ------------------------------------------------------------------ preemption
+
+    def preempt(self, victim: Request, beneficiary: Request | None, how: Preempted) -> None:
+        """Have a running request return to its place in the queue.
+
+        With mode `recompute` its blocks are released; with `swap` the transfer that is in flight does that.
+        """
         active = victim.active_sequences()
         num_blocks = self._manager.num_blocks_freed_by([sequence.owner for sequence in active])
         tokens_at_risk = sum(sequence.num_computed for sequence in active)
-        for sequence in active:
-            self._manager.release(sequence.owner, "preempted")
-            sequence.num_lost = max(sequence.num_lost, sequence.num_computed)
-            sequence.num_computed = 0
-        victim.has_forked = len(victim.live_sequences()) == 1
-        victim.state = RequestState.WAITING
+        if how.mode == "recompute":
+            for sequence in active:
+                self._manager.release(sequence.owner, "preempted")
+            self._lose_computed(victim)
+            victim.state = RequestState.WAITING
+        else:
+            victim.state = RequestState.SWAPPED
+        victim.wait_reason = None
         victim.num_preemptions += 1
         victim.preempted_ns = self._log.now_ns
         victim.resumed_ns = None
@@ -171,13 +191,27 @@ class Lifecycle:
             self._log.append(
                 RequestPreempted(
                     victim.request_id,
-                    "recompute",
-                    "blocks",
+                    how.mode,
+                    how.reason,
                     num_blocks,
                     tokens_at_risk,
-                    beneficiary.request_id,
+                    "" if beneficiary is None else beneficiary.request_id,
+                    how.recompute_ns,
+                    how.swap_ns,
                 )
             )
+
+    def abandon_swap(self, request: Request, reason: str) -> None:
+        """Have a swapped request computed again, since its K/V was lost on the way. It holds no block any more."""
+        if request in self.arriving:
+            self.arriving.remove(request)
+            self.waiting.add(request)
+        request.transfer = None
+        request.state = RequestState.WAITING
+        self._lose_computed(request)
+        self._drop_transfer(request.request_id)
+        if self._log.active:
+            self._log.append(SwapAbandoned(request.request_id, reason))
 
     # ------------------------------------------------------------------ end
 
@@ -190,8 +224,9 @@ class Lifecycle:
         if not request.has_forked and sequence is request.live_sequences()[0]:
             self._hand_over(sequence)
         sequence.finish_reason = reason
-        is_aborted = reason in (FinishReason.ABORT, FinishReason.ERROR)
-        self._manager.release(sequence.owner, "aborted" if is_aborted else "finished")
+        if request.transfer is None:
+            is_cut_off = reason not in (FinishReason.STOP, FinishReason.LENGTH)
+            self._manager.release(sequence.owner, "aborted" if is_cut_off else "finished")
         live = request.live_sequences()
         if not live:
             self._finish(request)
@@ -205,6 +240,27 @@ class Lifecycle:
             self.finish_sequence(sequence, reason, error)
 
     # ------------------------------------------------------------------ parts
+
+    def _leave_queue(self, request: Request) -> None:
+        head = self.waiting.pop_head()
+        assert request is head, "requests are admitted in order"
+
+    def _release_ended(self, request: Request) -> None:
+        """Release what sequences hold that ended while their blocks were away; a live one inherits the prompt."""
+        held = self._manager.owners()
+        for ended in request.sequences:
+            if ended.finish_reason is None or ended.owner not in held:
+                continue
+            heir = request.live_sequences()[0]
+            if heir.owner not in held:
+                self._fork(ended, heir, min(ended.num_computed, request.num_prompt_tokens))
+            self._manager.release(ended.owner, "finished")
+
+    def _lose_computed(self, request: Request) -> None:
+        for sequence in request.live_sequences():
+            sequence.num_lost = max(sequence.num_lost, sequence.num_computed)
+            sequence.num_computed = 0
+        request.has_forked = len(request.live_sequences()) == 1
 
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         child.num_computed = self._manager.fork(parent.owner, child.owner, num_tokens)
@@ -220,93 +276,29 @@ class Lifecycle:
     def _finish(self, request: Request) -> None:
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
+        elif request in self.arriving:
+            self.arriving.remove(request)
         else:
             self.waiting.remove(request)
+        if request.transfer is not None or request.state is RequestState.SWAPPED:
+            self._drop_transfer(request.request_id)
         request.state = RequestState.FINISHED
         del self._requests[request.request_id]
         if self._log.active:
-            self._log.append(_finished_event(request))
+            self._log.append(finished_event(request))
 
-    def _note_admitted(self, request: Request, hit_tokens: int, regretted_tokens: int) -> None:
-        now = self._log.now_ns
-        request.admitted_ns = now
-        request.num_cached_tokens = hit_tokens
-        if not self._log.active:
-            return
-        size = self._manager.block_size
-        queried = request.num_prompt_tokens if self._manager.enable_prefix_cache else 0
-        can_hit = (request.num_prompt_tokens - 1) // size * size
-        self._log.append(
-            RequestAdmitted(
-                request.request_id,
-                request.num_prompt_tokens,
-                queried,
-                hit_tokens,
-                queried - can_hit if queried else 0,
-                now - request.queued_ns,
-                regretted_tokens=regretted_tokens,
-            )
-        )
+    def _note_admitted(self, request: Request) -> None:
+        request.admitted_ns = self._log.now_ns
+        request.num_cached_tokens = request.hits.total
+        if self._log.active:
+            block_size = self._manager.block_size if self._manager.enable_prefix_cache else None
+            self._log.append(admitted_event(request, block_size))
 
-    def _num_regretted_tokens(self, leader: Sequence, num_hits: int) -> int:
-        """Return how many more tokens of the prompt than `num_hits` blocks would have hit, had none been evicted."""
-        if not self._manager.enable_prefix_cache:
-            return 0
-        size, pool = self._manager.block_size, self._manager.pool
-        can_hit = (leader.request.num_prompt_tokens - 1) // size
-        missed = leader.chain.upto(can_hit, leader.tokens)[num_hits:can_hit]
-        return size * sum(1 for _ in takewhile(pool.would_have_hit, missed))
-
-    def _note_resumed(self, request: Request, hit_tokens: int) -> None:
+    def _note_resumed(self, request: Request, mode: PreemptionMode) -> None:
         assert request.preempted_ns is not None, "only preempted requests resume"
         if self._log.active:
-            leader, *followers = request.live_sequences()
-            again = max(0, leader.num_lost - hit_tokens)
-            again += sum(max(0, follower.num_lost - request.num_prompt_tokens) for follower in followers)
+            found, again = (0, 0) if mode == "swap" else (request.hits.total, request.num_tokens_to_recompute)
             away_ns = self._log.now_ns - request.preempted_ns
-            self._log.append(RequestResumed(request.request_id, "recompute", away_ns, hit_tokens, again))
+            self._log.append(RequestResumed(request.request_id, mode, away_ns, found, again))
         request.resumed_ns = self._log.now_ns
         self.note_recovered(request)
-
-
-def _queued_event(request: Request) -> RequestQueued:
-    origin, sampling = request.origin, request.sampling
-    return RequestQueued(
-        request.request_id,
-        request.num_prompt_tokens,
-        len(request.sequences),
-        request.queued_ns,
-        origin.operation,
-        origin.is_stream,
-        origin.trace_parent,
-        origin.trace_state,
-        origin.tenant,
-        origin.adapter,
-        sampling.max_tokens,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-        sampling.seed,
-    )
-
-
-def _finished_event(request: Request) -> RequestFinished:
-    reasons = {sequence.finish_reason for sequence in request.sequences}
-    admitted, first, last = request.admitted_ns, request.first_token_ns, request.last_token_ns
-    return RequestFinished(
-        request.request_id,
-        next(reason for reason in _SEVERITY if reason in reasons).value,
-        request.num_prompt_tokens,
-        sum(len(sequence.output_token_ids) for sequence in request.sequences),
-        request.num_cached_tokens,
-        request.num_preemptions,
-        request.peak_blocks if admitted is not None else None,
-        None if admitted is None else admitted - request.queued_ns,
-        None if first is None or admitted is None else first - admitted,
-        None if first is None or last is None else last - first,
-        None if last is None else last - request.queued_ns,
-        request.num_recomputed_tokens,
-        request.error,
-        request.origin.tenant,
-        request.origin.adapter,
-    )

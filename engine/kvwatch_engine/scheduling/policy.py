@@ -1,10 +1,31 @@
 """Small decisions of the scheduler, each readable alone. Pure: they look, and decide; others act."""
 
-from collections.abc import Sequence as ReadOnlySequence
 from dataclasses import dataclass
 
 from kvwatch_engine.contracts.settings import EngineSettings
-from kvwatch_engine.scheduling.request import Request, Sequence
+from kvwatch_engine.scheduling.request import Sequence
+
+NS_PER_SECOND = 1_000_000_000
+STEPS_UNTIL_RECOVERY = 8
+"""Steps that must succeed before a step may be larger again after memory ran out."""
+
+
+def rank_of(priority: int, queued_ns: int, arrival: int, aging_seconds: float) -> tuple[int, int]:
+    """Return a request's place among all requests; the lowest is served first.
+
+    A request of priority p is treated like one of priority 0 that arrived p times `aging_seconds` later. So order
+    inside a priority is order of arrival, and whatever arrives later than that cannot overtake it: none starves. With
+    0 priorities never age.
+    """
+    if aging_seconds <= 0:
+        return priority, arrival
+    return queued_ns + round(priority * aging_seconds * NS_PER_SECOND), arrival
+
+
+def deadline_of(queued_ns: int, asked_seconds: float | None, limit_seconds: float | None) -> int | None:
+    """Return the monotonic time at which a request ends: after the shorter of both times; None without any."""
+    times = [seconds for seconds in (asked_seconds, limit_seconds) if seconds is not None]
+    return queued_ns + round(min(times) * NS_PER_SECOND) if times else None
 
 
 @dataclass(slots=True)
@@ -20,9 +41,37 @@ class TokenBudget:
         return min(sequence.num_tokens - sequence.num_computed, self.max_chunk, self.remaining)
 
     @classmethod
-    def for_step(cls, settings: EngineSettings) -> "TokenBudget":
-        """Return the budget of a fresh step."""
-        return cls(settings.max_batch_tokens, settings.max_prefill_chunk or settings.max_batch_tokens)
+    def for_step(cls, settings: EngineSettings, max_tokens: int | None = None) -> "TokenBudget":
+        """Return the budget of a fresh step, of at most `max_tokens` tokens."""
+        largest = settings.max_batch_tokens
+        return cls(min(largest, max_tokens or largest), settings.max_prefill_chunk or largest)
+
+
+class StepSize:
+    """Most tokens of a step: fewer for a while after one was too much for the device's memory."""
+
+    def __init__(self) -> None:
+        self.max_tokens: int | None = None
+        """None while there is no limit but the settings'."""
+        self._num_successes = 0
+
+    def halve(self, num_tokens: int) -> bool:
+        """Note that a step of `num_tokens` tokens was too much; return whether a smaller one can be tried."""
+        if num_tokens <= 1:
+            return False
+        self.max_tokens = num_tokens // 2
+        self._num_successes = 0
+        return True
+
+    def succeed(self, settings: EngineSettings) -> None:
+        """Note a step that fitted: every few of them the next may be an eighth larger."""
+        if self.max_tokens is None:
+            return
+        self._num_successes += 1
+        if self._num_successes % STEPS_UNTIL_RECOVERY == 0:
+            self.max_tokens += max(1, self.max_tokens // 8)
+            if self.max_tokens >= settings.max_batch_tokens:
+                self.max_tokens = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +86,6 @@ class WatermarkAdmission:
     def blocks_available(self, num_free: int, *, is_idle: bool) -> int:
         """Return how many blocks a waiting request may take. An idle engine holds nothing back for others."""
         return num_free if is_idle else max(0, num_free - self.watermark_blocks)
-
-
-def newest_first_victim(running: ReadOnlySequence[Request]) -> Request:
-    """Return the running request that must yield its blocks: the last to arrive, which has lost the least turn."""
-    return max(running, key=lambda request: request.arrival)
 
 
 def worst_case_blocks(num_prompt_tokens: int, max_tokens: int, n: int, block_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Requests that wait for admission, in order of arrival."""
+"""Requests that wait for admission, in the order of their ranks."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from kvwatch_engine.scheduling.request import Request
 
 
 class WaitingQueue:
-    """First come, first served; a preempted request returns to the place that its arrival gives it.
+    """The lowest rank is served first; a preempted request returns to the place that its rank gives it.
 
     Engine thread only. Whether a new request may join is decided before, on the caller's thread (see `engine.py`).
     """
@@ -22,7 +22,7 @@ class WaitingQueue:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate in order of arrival."""
+        """Iterate in the order of admission."""
         return iter(self._requests)
 
     @property
@@ -31,14 +31,14 @@ class WaitingQueue:
         return self._requests[0] if self._requests else None
 
     def add(self, request: Request) -> None:
-        """Add a request at the place of its arrival; O(1) for the newest and for the oldest."""
+        """Add a request at the place of its rank; O(1) for the last and for the first."""
         requests = self._requests
         self.num_tokens += request.num_prompt_tokens
-        if not requests or request.arrival > requests[-1].arrival:
+        if not requests or request.rank > requests[-1].rank:
             requests.append(request)
             return
         index = 0
-        while requests[index].arrival < request.arrival:
+        while requests[index].rank < request.rank:
             index += 1
         requests.insert(index, request)
 

@@ -1,10 +1,12 @@
 """Requests and sequences while they are in the engine. Mutable; engine thread only."""
 
 from collections.abc import Sequence as ReadOnlySequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams
+from kvwatch_engine.contracts.tiers import TransferKind
 from kvwatch_engine.memory.block_hash import HashChain
 from kvwatch_engine.memory.block_pool import Owner
 
@@ -14,11 +16,13 @@ class RequestState(StrEnum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
+    """Preempted; its K/V is behind the device, or on its way there or back."""
     FINISHED = "finished"
 
 
 class WaitReason(StrEnum):
-    """Why a waiting request was not admitted in the last step."""
+    """Why a request did not run in the last step."""
 
     BLOCKS = "blocks"
     """Too few free blocks."""
@@ -26,6 +30,38 @@ class WaitReason(StrEnum):
     """`max_num_seqs` sequences run already."""
     TOKENS = "tokens"
     """The step's token budget is used up."""
+    PAUSED = "paused"
+    """Nobody is admitted for now."""
+    TRANSFER = "transfer"
+    """Its K/V is on its way between tiers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHits:
+    """Tokens of a request that were found when it was admitted."""
+
+    device: int = 0
+    further: tuple[tuple[str, int], ...] = ()
+    """(tier, tokens) of what follows in tiers behind the device, in the order of the tokens."""
+    regretted: int = 0
+    """Tokens that would have been found as well, had their blocks not been evicted."""
+
+    @property
+    def total(self) -> int:
+        """Tokens that need not be computed."""
+        return self.device + sum(num_tokens for _, num_tokens in self.further)
+
+    def of(self, tier: str) -> int:
+        """Return how many of them a tier behind the device had."""
+        return sum(num_tokens for name, num_tokens in self.further if name == tier)
+
+    def cut(self, num_arrived: int) -> "PrefixHits":
+        """Return what is left of them when only the first `num_arrived` tokens behind the device's have arrived."""
+        arrived: list[tuple[str, int]] = []
+        for tier, num_tokens in self.further:
+            arrived.append((tier, min(num_tokens, num_arrived)))
+            num_arrived -= arrived[-1][1]
+        return replace(self, further=tuple(arrived))
 
 
 class Sequence:
@@ -87,35 +123,64 @@ class Request:
     __slots__ = (
         "admitted_ns",
         "arrival",
+        "deadline_ns",
         "error",
         "first_token_ns",
         "has_forked",
+        "hits",
         "last_token_ns",
         "num_cached_tokens",
+        "num_failed_allocations",
         "num_preemptions",
         "num_recomputed_tokens",
         "origin",
         "peak_blocks",
         "preempted_ns",
+        "priority",
         "prompt_token_ids",
         "queued_ns",
+        "rank",
         "request_id",
         "resumed_ns",
         "sampling",
         "sequences",
         "state",
+        "transfer",
         "wait_reason",
     )
 
-    def __init__(
-        self, source: GenerationRequest, *, arrival: int, queued_ns: int, seeds: list[int], chain: HashChain
+    def __init__(  # noqa: PLR0913 - by keyword
+        self,
+        source: GenerationRequest,
+        *,
+        arrival: int,
+        queued_ns: int,
+        seeds: list[int],
+        chain: HashChain,
+        rank: tuple[int, int] | None = None,
+        deadline_ns: int | None = None,
     ) -> None:
+        """Create a request that waits.
+
+        Args:
+            source: what its caller submitted.
+            arrival: its number in the order of arrival.
+            queued_ns: monotonic time at which it arrived.
+            seeds: seed of each sequence.
+            chain: hash chain of its prompt.
+            rank: its place among all requests, the lowest first; by arrival if none is given.
+            deadline_ns: monotonic time at which it ends, finished or not.
+        """
         self.request_id = source.request_id
         self.prompt_token_ids = source.prompt_token_ids
         self.sampling: SamplingParams = source.sampling
         self.origin = source.origin
         self.arrival = arrival
-        """Place in the order of arrival; it never changes, whatever happens to the request."""
+        """Its number in the order of arrival."""
+        self.priority = source.priority
+        self.rank = rank if rank is not None else (0, arrival)
+        """Its place among all requests; it never changes, whatever happens to the request."""
+        self.deadline_ns = deadline_ns
         self.queued_ns = queued_ns
         self.admitted_ns: int | None = None
         self.first_token_ns: int | None = None
@@ -127,6 +192,12 @@ class Request:
         """Class of the error that ended it, or one of its sequences."""
         self.state = RequestState.WAITING
         self.wait_reason: WaitReason | None = None
+        self.transfer: TransferKind | None = None
+        """The transfer of its blocks that is in flight."""
+        self.hits = PrefixHits()
+        """What was found at the last admission that looked for a prefix."""
+        self.num_failed_allocations = 0
+        """Times in a row that the pool gave it no blocks though enough were free."""
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
@@ -150,6 +221,25 @@ class Request:
     def has_recovered(self) -> bool:
         """Whether every token that a preemption dropped is computed again."""
         return all(sequence.num_computed >= sequence.num_lost for sequence in self.live_sequences())
+
+    @property
+    def num_tokens_to_lose(self) -> int:
+        """Tokens that must be computed again when it loses its blocks; the prompt counts once."""
+        leader, *followers = self.active_sequences()
+        return leader.num_computed + sum(max(0, each.num_computed - self.num_prompt_tokens) for each in followers)
+
+    @property
+    def num_tokens_lost(self) -> int:
+        """Tokens that it had computed before preemptions; the prompt counts once."""
+        leader, *followers = self.live_sequences()
+        return leader.num_lost + sum(max(0, follower.num_lost - self.num_prompt_tokens) for follower in followers)
+
+    @property
+    def num_tokens_to_recompute(self) -> int:
+        """Tokens of a request that has just resumed that were computed before and are not there again."""
+        leader, *followers = self.live_sequences()
+        again = max(0, leader.num_lost - leader.num_computed)
+        return again + sum(max(0, follower.num_lost - self.num_prompt_tokens) for follower in followers)
 
     def active_sequences(self) -> list[Sequence]:
         """Return the live sequences that have a block table: all after the fork, the leader before it."""

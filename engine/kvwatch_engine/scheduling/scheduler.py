@@ -1,13 +1,12 @@
 """The scheduler: which tokens run in the next step, and what their results change.
 
-    schedule():  decode tokens of running sequences ─▶ prefill chunks of running ─▶ admission of waiting
-                      (preempting the newest request when blocks are short)
-    apply():     note computed tokens ─▶ store full blocks ─▶ fork ─▶ append sampled tokens ─▶ end what is complete
+    schedule():  transfers that have ended, deadlines ─▶ decode tokens of running sequences
+                     ─▶ prefill chunks of running ─▶ admission of waiting
+                 (when blocks are short: see `preemption.py`)
+    apply():     see `results.py`
 
 Continuous batching: every step is composed anew from whatever is live. Engine thread only.
 """
-
-from collections.abc import Sequence as ReadOnlySequence
 
 from kvwatch.telemetry.events import StepCompleted, StepScheduled
 from kvwatch.telemetry.events.block import AllocationReason
@@ -15,36 +14,88 @@ from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import FinishReason, SequenceOutput
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepResult
-from kvwatch_engine.memory.block_manager import BlockManager
+from kvwatch_engine.contracts.tiers import Tiers, TransferKind
+from kvwatch_engine.memory.block_manager import BlockCopy, BlockManager
+from kvwatch_engine.scheduling.admission import Admission
+from kvwatch_engine.scheduling.cost_model import CostModel
+from kvwatch_engine.scheduling.deadlines import Deadlines
 from kvwatch_engine.scheduling.lifecycle import Lifecycle
-from kvwatch_engine.scheduling.policy import TokenBudget, WatermarkAdmission, newest_first_victim
-from kvwatch_engine.scheduling.request import Request, RequestState, Sequence, WaitReason
-from kvwatch_engine.scheduling.step_builder import Chunk, ScheduledStep, build_step, end_token_ids
+from kvwatch_engine.scheduling.policy import StepSize, TokenBudget
+from kvwatch_engine.scheduling.preemption import Preemption
+from kvwatch_engine.scheduling.request import Request, RequestState, Sequence
+from kvwatch_engine.scheduling.results import AppliedStep, Results, StepDurations
+from kvwatch_engine.scheduling.step_builder import Chunk, ScheduledStep, build_step
 
-INVALID_LOGITS = "InvalidLogits"
-"""Class of the error that ends a sequence alone: its logits are not numbers."""
+MAX_FAILED_ALLOCATIONS = 3
+"""Steps in a row in which a pool may refuse blocks that it counts as free, before the request that needs them ends."""
+
+DEADLINE_EXCEEDED = "DeadlineExceeded"
+ALLOCATION_FAILED = "AllocationFailed"
+"""Classes of the errors that end a request."""
 
 
 class Scheduler:
     """Composes steps and applies their results.
 
     Invariants: a step takes at most `max_batch_tokens` tokens and `max_num_seqs` sequences; every running sequence
-    that decodes is in every step, unless it is preempted; requests are admitted in order of arrival.
+    that decodes is in every step, unless it is preempted, waits for blocks that are being swapped out, or memory ran
+    out not long ago; requests are admitted in the order of their ranks.
     """
 
-    def __init__(self, settings: EngineSettings, manager: BlockManager, log: EventLog) -> None:
+    def __init__(
+        self, settings: EngineSettings, manager: BlockManager, log: EventLog, tiers: Tiers | None = None
+    ) -> None:
         self._settings = settings
         self._manager = manager
         self._log = log
-        self._admission = WatermarkAdmission(settings.watermark_blocks)
-        self.lifecycle = Lifecycle(manager, log)
-        self.num_preemptions = 0
+        self._tiers = tiers
+        self.lifecycle = Lifecycle(manager, log, tiers.drop) if tiers is not None else Lifecycle(manager, log)
+        self.cost = CostModel()
+        self.admission = Admission(settings, manager, self.lifecycle, self.cost, log, tiers)
+        self._preemption = Preemption(settings, manager, self.lifecycle, self.cost, log, tiers)
+        self._results = Results(settings, manager, self.lifecycle)
+        self._deadlines = Deadlines()
+        self._step_size = StepSize()
+        self._ended: list[SequenceOutput] = []
+        self.num_transfers = 0
+        """Transfers of requests that have ended so far."""
+
+    def adopt(self, settings: EngineSettings) -> None:
+        """Follow these settings from the next step on."""
+        self._settings = settings
+        for part in (self.admission, self._preemption, self._results):
+            part.settings = settings
+
+    @property
+    def num_preemptions(self) -> int:
         """Preemptions so far."""
+        return self._preemption.num_preemptions
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running."""
-        return bool(self.lifecycle.running) or len(self.lifecycle.waiting) > 0
+        """Whether a request is live, or a transfer has not ended."""
+        return self.lifecycle.num_live > 0 or (self._tiers is not None and self._tiers.num_in_flight > 0)
+
+    def add(self, request: Request) -> None:
+        """Take a new request in."""
+        self.lifecycle.queue(request)
+        self._deadlines.add(request)
+
+    def end(
+        self, request: Request, reason: FinishReason, error: str = "", error_type: str = ""
+    ) -> list[SequenceOutput]:
+        """End a request whatever its state; return what its caller is told. `error_type` is for telemetry."""
+        outputs = [
+            SequenceOutput(request_id=request.request_id, sequence=sequence.index, finish_reason=reason, error=error)
+            for sequence in request.live_sequences()
+        ]
+        self.lifecycle.finish_request(request, reason, error_type)
+        return outputs
+
+    def take_ended(self) -> list[SequenceOutput]:
+        """Return what callers of requests are told that ended while steps were composed, once."""
+        ended, self._ended = self._ended, []
+        return ended
 
     # ------------------------------------------------------------------ schedule
 
@@ -54,29 +105,55 @@ class Scheduler:
         Returns:
             The step, or None when nothing can run.
         """
-        budget = TokenBudget.for_step(self._settings)
+        self._note_transfers()
+        self._end_expired()
+        self._preemption.begin_step()
+        self.admission.begin_step()
+        budget = TokenBudget.for_step(self._settings, self._step_size.max_tokens)
         chunks: dict[Sequence, Chunk] = {}
-        preemptions_before = self.num_preemptions
         for want_decoding in (True, False):
             # Decode tokens first: a long prefill never makes those wait who are in the middle of an answer.
             for sequence in self._active_sequences():
                 if sequence.is_decoding is want_decoding and sequence not in chunks:
                     self._schedule_sequence(sequence, budget, chunks)
-        if self.num_preemptions == preemptions_before:
+        if not self._preemption.has_shortage:
             # Whoever was preempted just now would be admitted again at once.
             self._admit_waiting(budget, chunks)
-        self._note_wait_reasons(budget)
+        self.admission.note_wait_reasons(budget)
         if not chunks:
             return None
         scheduled = build_step(step, list(chunks.values()), self._manager, self._settings.eos_token_ids)
         self._emit_scheduled(scheduled)
         return scheduled
 
+    def _note_transfers(self) -> None:
+        """Let those go on whose blocks have arrived, and those compute again whose blocks are lost."""
+        if self._tiers is None:
+            return
+        for outcome in self._tiers.poll():
+            self.num_transfers += 1
+            request = self.lifecycle.find(outcome.request_id)
+            if request is None or request.transfer is not outcome.kind:
+                continue  # it has ended meanwhile
+            if outcome.error and outcome.kind is not TransferKind.RESTORE:
+                self.lifecycle.abandon_swap(request, outcome.error)
+            elif outcome.kind is TransferKind.SWAP_OUT:
+                request.transfer = None
+            else:
+                self.admission.finish_transfer(request, outcome.num_blocks)
+
+    def _end_expired(self) -> None:
+        for request in self._deadlines.pop_expired(self._log.now_ns, self.lifecycle.find):
+            assert request.deadline_ns is not None, "only requests with a deadline expire"
+            seconds = (request.deadline_ns - request.queued_ns) / 1e9
+            error = f"the request was not complete within its {seconds:g} seconds"
+            self._ended += self.end(request, FinishReason.DEADLINE, error, DEADLINE_EXCEEDED)
+
     def _active_sequences(self) -> list[Sequence]:
         return [sequence for request in self.lifecycle.running for sequence in request.active_sequences()]
 
     def _schedule_sequence(self, sequence: Sequence, budget: TokenBudget, chunks: dict[Sequence, Chunk]) -> None:
-        """Add a running sequence's next tokens to the step, preempting others when blocks are short."""
+        """Add a running sequence's next tokens to the step; others may have to yield when blocks are short."""
         request = sequence.request
         if request.state is not RequestState.RUNNING:
             return  # it was preempted in favour of an earlier one
@@ -85,59 +162,61 @@ class Scheduler:
             return
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
         num_blocks_before = len(self._manager.table(sequence.owner))
-        reason: AllocationReason = "decode" if sequence.is_decoding else "prefill"
-        while (copies := self._manager.prepare_write(sequence.owner, start, end, reason)) is None:
-            needed = self._manager.num_blocks_to_write(sequence.owner, start, end)
-            self.lifecycle.fail_allocation(request, needed, self._manager.pool.num_free, is_admission=False)
-            victim = newest_first_victim(self.lifecycle.running)
-            self._preempt(victim, request, budget, chunks)
-            if victim is request:
-                return
+        copies = self._take_blocks(sequence, start, end, budget, chunks)
+        if copies is None:
+            return
         if copies or len(self._manager.table(sequence.owner)) != num_blocks_before:
             self.lifecycle.note_blocks(request)
         budget.remaining -= num_tokens
         chunks[sequence] = Chunk(sequence, start, end, copies)
 
-    def _preempt(
-        self, victim: Request, beneficiary: Request, budget: TokenBudget, chunks: dict[Sequence, Chunk]
-    ) -> None:
-        for sequence in victim.sequences:
+    def _take_blocks(
+        self, sequence: Sequence, start: int, end: int, budget: TokenBudget, chunks: dict[Sequence, Chunk]
+    ) -> tuple[BlockCopy, ...] | None:
+        """Make tokens `start` to `end` writable; return the copies that takes, None when the sequence must wait."""
+        request = sequence.request
+        reason: AllocationReason = "decode" if sequence.is_decoding else "prefill"
+        copies = self._manager.prepare_write(sequence.owner, start, end, reason)
+        if copies is not None:
+            request.num_failed_allocations = 0
+            return copies
+        needed = self._manager.num_blocks_to_write(sequence.owner, start, end)
+        num_free = self._manager.pool.num_free
+        self.lifecycle.fail_allocation(request, needed, num_free, is_admission=False)
+        if needed <= num_free:  # nobody's yielding would help
+            request.num_failed_allocations += 1
+            if self._has_given_up(request):
+                self._take_out(request, budget, chunks)
+            return None
+        copying = {chunk.sequence.request for chunk in chunks.values() if chunk.copies}
+        victims = self._preemption.make_room(request, needed, copying)
+        for victim in victims:
+            self._take_out(victim, budget, chunks)
+        if not victims or request in victims:
+            return None
+        return self._manager.prepare_write(sequence.owner, start, end, reason)
+
+    def _has_given_up(self, request: Request) -> bool:
+        """End a request for which the pool has no blocks again and again, though it counts enough as free."""
+        if request.num_failed_allocations < MAX_FAILED_ALLOCATIONS:
+            return False
+        error = f"the block pool refused blocks {request.num_failed_allocations} times though enough are free"
+        self._ended += self.end(request, FinishReason.ERROR, error, ALLOCATION_FAILED)
+        return True
+
+    def _take_out(self, request: Request, budget: TokenBudget, chunks: dict[Sequence, Chunk]) -> None:
+        """Take a request out of the step, if it is in it."""
+        for sequence in request.sequences:
             chunk = chunks.pop(sequence, None)
-            if chunk is not None:  # it was in this step already
+            if chunk is not None:
                 budget.remaining += chunk.end - chunk.start
-        self.lifecycle.preempt(victim, beneficiary)
-        self.num_preemptions += 1
 
     def _admit_waiting(self, budget: TokenBudget, chunks: dict[Sequence, Chunk]) -> None:
-        """Admit waiting requests in order of arrival, until one does not fit: nobody overtakes it."""
-        lifecycle = self.lifecycle
-        while (request := lifecycle.waiting.head) is not None:
-            request.wait_reason = None
-            if budget.remaining == 0:
-                request.wait_reason = WaitReason.TOKENS
-                return
-            num_sequences = lifecycle.num_running_sequences + len(request.live_sequences())
-            if num_sequences > self._settings.max_num_seqs:
-                request.wait_reason = WaitReason.SEQUENCES
-                return
-            prefix = lifecycle.find_prefix(request)
-            needed = lifecycle.num_blocks_needed(request, prefix)
-            available = self._admission.blocks_available(self._manager.pool.num_free, is_idle=not lifecycle.running)
-            if needed > available:
-                request.wait_reason = WaitReason.BLOCKS
-                lifecycle.fail_allocation(request, needed, available, is_admission=True)
-                return
-            lifecycle.admit(request, prefix)
+        while (request := self.admission.admit_next(budget)) is not None:
             self._schedule_sequence(request.active_sequences()[0], budget, chunks)
-
-    def _note_wait_reasons(self, budget: TokenBudget) -> None:
-        """Those behind the head wait for what the head waits for; after a preemption that is blocks."""
         head = self.lifecycle.waiting.head
-        if head is None:
-            return
-        reason = head.wait_reason or (WaitReason.TOKENS if budget.remaining == 0 else WaitReason.BLOCKS)
-        for request in self.lifecycle.waiting:
-            request.wait_reason = reason
+        if head is not None:
+            self._has_given_up(head)
 
     def _emit_scheduled(self, scheduled: ScheduledStep) -> None:
         if not self._log.active:
@@ -157,123 +236,38 @@ class Scheduler:
 
     # ------------------------------------------------------------------ apply
 
-    def apply(self, scheduled: ScheduledStep, result: StepResult) -> "AppliedStep":
+    def apply(self, scheduled: ScheduledStep, result: StepResult) -> AppliedStep:
         """Enter the results of a step; return what goes to the callers."""
-        lifecycle = self.lifecycle
-        for chunk in scheduled.chunks:
-            sequence = chunk.sequence
-            if sequence.finish_reason is not None:
-                continue
-            request = sequence.request
-            lifecycle.note_computed(sequence, chunk.start, chunk.end)
-            self._manager.store_full(sequence.owner, sequence.chain, chunk.end, sequence.tokens)
-            if not request.has_forked:
-                lifecycle.fork_followers(request)
-            if request.resumed_ns is not None:
-                lifecycle.note_recovered(request)
-        applied = AppliedStep()
-        for row, sequence in enumerate(scheduled.sampled):
-            if sequence.finish_reason is None:
-                applied.outputs.append(self._apply_row(sequence, row, result, applied))
-        return applied
-
-    def _apply_row(self, sequence: Sequence, row: int, result: StepResult, applied: "AppliedStep") -> SequenceOutput:
-        request = sequence.request
-        if row in result.errors:
-            self.lifecycle.finish_sequence(sequence, FinishReason.ERROR, INVALID_LOGITS)
-            return SequenceOutput(
-                request_id=request.request_id,
-                sequence=sequence.index,
-                finish_reason=FinishReason.ERROR,
-                error=result.errors[row],
-            )
-        token = result.token_ids[row]
-        logprobs = result.logprobs[row]
-        sequence.output_token_ids.append(token)
-        applied.note_token(self.lifecycle.note_token(sequence))
-        reason = self._finish_reason(sequence, token)
-        if reason is not None:
-            self.lifecycle.finish_sequence(sequence, reason)
-        return SequenceOutput(
-            request_id=request.request_id,
-            sequence=sequence.index,
-            token_ids=(token,),
-            logprobs=() if logprobs is None else (logprobs,),
-            finish_reason=reason,
-            is_stop_token=reason is FinishReason.STOP,
-            num_cached_tokens=request.num_cached_tokens,
-        )
-
-    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
-        params = sequence.request.sampling
-        num_generated = len(sequence.output_token_ids)
-        if num_generated > params.min_tokens and token in end_token_ids(params, self._settings.eos_token_ids):
-            return FinishReason.STOP
-        if num_generated >= params.max_tokens or sequence.num_tokens >= self._settings.max_model_len:
-            return FinishReason.LENGTH
-        return None
+        lengths = [chunk.end - chunk.start for chunk in scheduled.chunks]
+        num_prefill_tokens = sum(length for length in lengths if length > 1)
+        self.cost.note_step(scheduled.input.num_tokens, num_prefill_tokens, result.forward_ns)
+        self._step_size.succeed(self._settings)
+        return self._results.apply(scheduled, result)
 
     def completed_event(
-        self, scheduled: ScheduledStep, applied: "AppliedStep", durations: "StepDurations"
+        self, scheduled: ScheduledStep, applied: AppliedStep, durations: StepDurations
     ) -> StepCompleted:
         """Return the event that closes a step, with the checksums of pool, tables and queues."""
-        pool, lifecycle = self._manager.pool, self.lifecycle
-        num_waiting = len(lifecycle.waiting)
-        head = lifecycle.waiting.head
-        reason = head.wait_reason if head is not None else None
-        return StepCompleted(
-            durations.schedule_ns,
-            durations.forward_ns,
-            durations.sample_ns,
-            durations.apply_ns,
-            applied.num_generated,
-            scheduled.num_recomputed,
-            list(applied.inter_token_counts),
-            list(applied.inter_token_counts.values()),
-            pool.num_used,
-            pool.num_cached,
-            pool.num_empty,
-            pool.num_references,
-            len(lifecycle.running),
-            num_waiting,
-            {reason.value: num_waiting} if reason is not None else {},
-        )
+        return self._results.completed_event(scheduled, applied, durations, self.admission.waiting_for)
 
+    def retry_smaller(self, scheduled: ScheduledStep) -> dict[int, int] | None:
+        """Take back a step for which memory was short, so that its tokens run in smaller ones.
 
-class AppliedStep:
-    """What one step brought, while its results are entered."""
-
-    __slots__ = ("inter_token_counts", "num_generated", "outputs")
-
-    def __init__(self) -> None:
-        self.outputs: list[SequenceOutput] = []
-        self.num_generated = 0
-        self.inter_token_counts: dict[int, int] = {}
-        """Time between two tokens of a sequence, in ns -> sequences. Sequences in step with each other share one."""
-
-    def note_token(self, inter_token_ns: int | None) -> None:
-        """Count one generated token."""
-        self.num_generated += 1
-        if inter_token_ns is not None:
-            self.inter_token_counts[inter_token_ns] = self.inter_token_counts.get(inter_token_ns, 0) + 1
-
-
-class StepDurations:
-    """Durations of a step's phases, in ns."""
-
-    __slots__ = ("apply_ns", "forward_ns", "sample_ns", "schedule_ns")
-
-    def __init__(self, schedule_ns: int, forward_ns: int, sample_ns: int, apply_ns: int) -> None:
-        self.schedule_ns = schedule_ns
-        self.forward_ns = forward_ns
-        self.sample_ns = sample_ns
-        self.apply_ns = apply_ns
-
-
-def aborted_outputs(requests: ReadOnlySequence[Request]) -> list[SequenceOutput]:
-    """Return the outputs that tell callers of requests which are about to be aborted."""
-    return [
-        SequenceOutput(request_id=request.request_id, sequence=sequence.index, finish_reason=FinishReason.ABORT)
-        for request in requests
-        for sequence in request.live_sequences()
-    ]
+        Returns:
+            The blocks whose write was taken back, with their filled slots; None when no smaller step is possible, and
+            then nothing has changed.
+        """
+        if not self._step_size.halve(scheduled.input.num_tokens):
+            return None
+        for request in dict.fromkeys(chunk.sequence.request for chunk in scheduled.chunks if chunk.copies):
+            self._preemption.drop_for_memory(request)  # its copies may not have been carried out
+        size, filled = self._manager.block_size, self._manager.pool.filled_slots
+        taken_back: dict[int, int] = {}
+        for chunk in scheduled.chunks:
+            if chunk.sequence.request.state is not RequestState.RUNNING:
+                continue
+            table = self._manager.table(chunk.sequence.owner)
+            for index in range(chunk.start // size, (chunk.end - 1) // size + 1):
+                filled[table[index]] = max(0, chunk.start - index * size)
+                taken_back[table[index]] = filled[table[index]]
+        return taken_back

@@ -38,6 +38,7 @@ class ChatPlanner(Planner):
         refuse_unsupported(request)
         head = self.head(request, "chatcmpl")
         stops = stop_strings(request, self.settings)
+        urgency = self.urgency(request)
         # Checked with the shortest prompt before the real one is tokenised: a bad value costs nothing.
         sampling_params(request, 1, self.bounds())
         self._check_number(request.messages)
@@ -45,7 +46,14 @@ class ChatPlanner(Planner):
         self.log_prompt(text)
         check_prompt_length(len(prompt), self.max_model_len, "messages")
         sampling = sampling_params(request, len(prompt), self.bounds())
-        job = Job(id=head.id, prompts=(prompt,), sampling=sampling, stops=stops, cache_salt=self.salt(request))
+        job = Job(
+            id=head.id,
+            prompts=(prompt,),
+            sampling=sampling,
+            stops=stops,
+            cache_salt=self.salt(request),
+            urgency=urgency,
+        )
         bytes_of = self.tokenizer.token_bytes if sampling.logprobs is not None else None
         return Plan(job=job, shape=ChatShape(head, bytes_of), is_stream=bool(request.stream))
 

@@ -46,13 +46,16 @@ class CompletionPlanner(Planner):
         _refuse_combinations(request, num_choices(request, self.settings))
         prompts = self._prompts(request)
         stops = stop_strings(request, self.settings)
+        urgency = self.urgency(request)
         # Checked with the shortest prompt before the real ones are tokenised: a bad value costs nothing.
         sampling_params(request, 1, self.bounds())
         tokens = tuple([await self._tokens(prompt) for prompt in prompts])
         for prompt in tokens:
             check_prompt_length(len(prompt), self.max_model_len, "prompt")
         sampling = sampling_params(request, max(map(len, tokens)), self.bounds())
-        job = Job(id=head.id, prompts=tokens, sampling=sampling, stops=stops, cache_salt=self.salt(request))
+        job = Job(
+            id=head.id, prompts=tokens, sampling=sampling, stops=stops, cache_salt=self.salt(request), urgency=urgency
+        )
         echoes = [await self._text(prompt) for prompt in prompts] if request.echo else []
         shape = CompletionShape(head, sampling, self.tokenizer.token_bytes, echoes)
         return Plan(job=job, shape=shape, is_stream=bool(request.stream))

@@ -5,7 +5,7 @@
     ├── BodyTimeout           408
     ├── UnsupportedMediaType  415
     ├── UnknownModel          404
-    └── GenerationFailed      500, or 503 when the server ended it
+    └── GenerationFailed      500, 503 when the server ended it, or 504 when its time was over
     ClientGone                nobody is left to answer
 
 The engine's `RequestInvalid` becomes 400, its `EngineOverloaded` 429 (queue full) or 503 (draining).

@@ -27,6 +27,14 @@ from kvwatch_engine.server.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Urgency:
+    """Who goes first, and how long anybody cares; see `GenerationRequest`."""
+
+    priority: int = 0
+    deadline_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What one HTTP request wants from the engine: each prompt continued `sampling.n` times.
 
@@ -38,6 +46,7 @@ class Job:
     sampling: SamplingParams
     stops: tuple[str, ...]
     cache_salt: str = ""
+    urgency: Urgency = Urgency()
     origin: RequestOrigin = field(default_factory=RequestOrigin)
 
     def requests(self) -> list[GenerationRequest]:
@@ -50,6 +59,8 @@ class Job:
                 sampling=self.sampling,
                 cache_salt=self.cache_salt,
                 origin=self.origin,
+                priority=self.urgency.priority,
+                deadline_seconds=self.urgency.deadline_seconds,
             )
             for name, prompt in zip(names, self.prompts, strict=True)
         ]
@@ -178,6 +189,12 @@ async def _watch(receive: Receive, mailbox: Mailbox) -> None:
 
 
 def _raise_if_failed(output: SequenceOutput) -> None:
+    if output.finish_reason is FinishReason.DEADLINE:
+        raise GenerationFailed(
+            f"{output.error}; ask for fewer tokens, or give it more time with deadline_seconds",
+            status=504,
+            code="deadline_exceeded",
+        )
     if output.finish_reason is FinishReason.ABORT:
         raise GenerationFailed(
             "the server ended this request before it was complete; send it again", status=503, code="aborted"

@@ -11,7 +11,8 @@ from kvwatch.telemetry.events.request import Operation
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.request import EngineClient
-from kvwatch_engine.server.errors import UnknownModel
+from kvwatch_engine.server.errors import UnknownModel, shorten
+from kvwatch_engine.server.generation import Urgency
 from kvwatch_engine.server.prompts import PromptEncoder
 from kvwatch_engine.server.protocol.request import GenerationFields
 from kvwatch_engine.server.sampling import Bounds
@@ -20,6 +21,8 @@ from kvwatch_engine.server.shapes import Head, Plan, wants_usage
 from kvwatch_engine.server.tokenizer import Tokenizer
 
 _MAX_SALT_CHARS = 128
+_MAX_PRIORITY = 100
+_MAX_DEADLINE_SECONDS = 86_400
 _log = structlog.get_logger("kvwatch.server")
 
 
@@ -108,6 +111,24 @@ class Planner(ABC):
                 f"cache_salt has {len(salt)} characters, the limit is {_MAX_SALT_CHARS}", param="cache_salt"
             )
         return salt
+
+    def urgency(self, request: GenerationFields) -> Urgency:
+        """Return the request's priority and deadline, checked.
+
+        Raises:
+            RequestInvalid: one of them is out of range.
+        """
+        priority, seconds = request.priority or 0, request.deadline_seconds
+        if not 0 <= priority <= _MAX_PRIORITY:
+            raise RequestInvalid(
+                f"priority is {shorten(str(priority), 20)}, it must be 0 (first) to {_MAX_PRIORITY}", param="priority"
+            )
+        if seconds is not None and not 0 < seconds <= _MAX_DEADLINE_SECONDS:  # NaN is within nothing
+            raise RequestInvalid(
+                f"deadline_seconds is {seconds:.6g}, it must be above 0 and at most {_MAX_DEADLINE_SECONDS}",
+                param="deadline_seconds",
+            )
+        return Urgency(priority=priority, deadline_seconds=seconds)
 
     def log_prompt(self, text: str) -> None:
         """Write a prompt to the log, if the operator asked for that."""

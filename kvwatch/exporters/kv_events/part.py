@@ -8,9 +8,10 @@ import structlog
 import zmq
 
 from kvwatch.exporters.kv_events.endpoints import Mode, resolve_endpoints
+from kvwatch.exporters.kv_events.foreign import ForeignTranslator
 from kvwatch.exporters.kv_events.history import History
 from kvwatch.exporters.kv_events.publisher import Publisher
-from kvwatch.exporters.kv_events.translator import HashKind, Translator
+from kvwatch.exporters.kv_events.translator import HashKind, Translator, foreign_translator
 from kvwatch.ledger.collector import Follower
 from kvwatch.ledger.view import Sample
 from kvwatch.telemetry.clock import Clock
@@ -60,7 +61,8 @@ class KVEvents:
         endpoints = resolve_endpoints(settings.live, settings.replay, settings.dp_rank, settings.mode)
         history = History(settings.buffer_batches, settings.buffer_bytes, settings.dp_rank)
         self._clock = clock
-        self._translator = Translator(settings.hash_kind)
+        self._hash_kind = settings.hash_kind
+        self._translator: Translator | ForeignTranslator = Translator(settings.hash_kind)
         self._pending: list[WireEvent] = []
         self._pending_ns = 0
         self._step = -1
@@ -112,6 +114,8 @@ class KVEvents:
         """Tell readers to forget everything, then what is resident."""
         self._pending.clear()
         self._pending_ns = snapshot.time_ns
+        if snapshot.is_foreign and not isinstance(self._translator, ForeignTranslator):
+            self._translator = foreign_translator(self._hash_kind)
         num_blocks = 0
         for event in self._translator.load(snapshot):
             if num_blocks >= MAX_BLOCKS_PER_BATCH:

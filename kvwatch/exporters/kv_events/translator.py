@@ -7,9 +7,11 @@ a hash that two blocks hold is told once, and removed when the last of them has 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from kvwatch.exporters.kv_events.foreign import ForeignTranslator
 from kvwatch.exporters.kv_events.residency import Content, Key, Residency, packed, removed_events, stored_event
 from kvwatch.telemetry.events import (
     BlocksEvicted,
+    BlocksRelocated,
     BlocksStored,
     CacheCleared,
     EngineEnded,
@@ -32,6 +34,15 @@ Place = tuple[str, str, int]
 """Tier, group, block id."""
 
 
+def foreign_translator(hash_kind: HashKind) -> ForeignTranslator:
+    """Return what tells the blocks of an engine that is watched from outside."""
+    return ForeignTranslator(_wire_hash(hash_kind), MEDIA, MAX_BLOCKS_PER_EVENT)
+
+
+def _wire_hash(hash_kind: HashKind) -> Callable[[bytes], WireHash]:
+    return int_hash if hash_kind == "int" else bytes
+
+
 class Translator:
     """Follows one engine. Observatory thread only; memory is O(blocks that have a hash).
 
@@ -39,7 +50,7 @@ class Translator:
     """
 
     def __init__(self, hash_kind: HashKind = "int") -> None:
-        self._wire_hash: Callable[[bytes], WireHash] = int_hash if hash_kind == "int" else bytes
+        self._wire_hash = _wire_hash(hash_kind)
         self._held: dict[Place, Key] = {}
         """What each block holds."""
         self._num_holders: dict[Key, int] = {}
@@ -52,6 +63,7 @@ class Translator:
             BlocksStored: self._store,
             BlocksEvicted: self._evict,
             CacheCleared: self._clear,
+            BlocksRelocated: self._relocate,
             EngineEnded: self._end,
             RequestQueued: self._note_adapter,
             RequestFinished: self._forget_adapter,
@@ -120,6 +132,14 @@ class Translator:
             return self._remove(gone)
         self.residency.clear()
         return [AllBlocksCleared()]
+
+    def _relocate(self, event: BlocksRelocated) -> list[WireEvent]:
+        """Hashes stay resident, in other blocks: readers do not know blocks."""
+        for source, destination in zip(event.sources, event.destinations, strict=True):
+            key = self._held.pop((event.tier, event.group, source), None)
+            if key is not None:
+                self._held[event.tier, event.group, destination] = key
+        return []
 
     def _end(self, _event: EngineEnded) -> list[WireEvent]:
         """An engine that has ended holds nothing; who looks for its blocks should look elsewhere."""

@@ -102,8 +102,10 @@ class TraceAssembler:
         trace = self._live.get(event.request)
         if trace is not None:
             trace.hit_tokens[event.tier] += event.hit_tokens
+            further = {"host": event.host_hit_tokens, "disk": event.disk_hit_tokens}
+            trace.hit_tokens.update({tier: num_tokens for tier, num_tokens in further.items() if num_tokens})
             trace.enter("prefill", event.time_ns)
-            self._compute(trace, event.prompt_tokens - event.hit_tokens)
+            self._compute(trace, event.prompt_tokens - event.hit_tokens - sum(further.values()))
 
     def _first_token(self, event: ev.FirstToken) -> None:
         trace = self._live.get(event.request)
@@ -133,7 +135,9 @@ class TraceAssembler:
             self._compute(trace, event.recompute_tokens + 1)  # the newest token was never computed
             return
         trace.enter("prefill", event.time_ns)
-        if trace.queued is not None:
+        if event.mode == "swap":
+            self._compute(trace, trace.pending_tokens)  # it goes on where it was
+        elif trace.queued is not None:
             self._compute(trace, trace.queued.prompt_tokens - event.hit_tokens)
 
     def _finished(self, event: ev.RequestFinished) -> None:
@@ -146,7 +150,7 @@ class TraceAssembler:
         trace.num_preemptions = max(trace.num_preemptions, event.num_preemptions)
         trace.chosen = trace.chosen or self._sampler.last(
             num_preemptions=trace.num_preemptions,
-            is_failed=event.reason == "error",
+            is_failed=event.reason in ("error", "deadline"),
             duration_ns=event.time_ns - trace.queued_ns,
         )
         self._finish(trace)

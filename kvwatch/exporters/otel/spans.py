@@ -83,7 +83,7 @@ class SpanBuilder:
         assert finished is not None, "only what has ended has spans"
         family = _Family(self._resource, trace, wall_minus_monotonic_ns)
         operation = operation_of(trace)
-        is_failed = finished.reason == "error"
+        is_failed = finished.reason in ("error", "deadline")
         attributes: Attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": PROVIDER,
@@ -125,7 +125,7 @@ def operation_of(trace: RequestTrace) -> str:
 
 def error_type_of(finished: RequestFinished) -> str | None:
     """Return `error.type` of a request that did not end by itself, else None."""
-    if finished.reason == "error":
+    if finished.reason in ("error", "deadline"):
         return clean(finished.error) or "engine_error"
     return "aborted" if finished.reason == "abort" else None
 

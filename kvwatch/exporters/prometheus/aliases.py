@@ -26,15 +26,16 @@ class Alias:
 
     name: str
     source: Metric
-    matching: Mapping[str, str] | None = None
-    """Only series with these labels; they are summed over all others that are not renamed."""
+    matching: Mapping[str, str | tuple[str, ...]] | None = None
+    """Only series with these labels, each with that value or one of those; they are summed over all that are not
+    renamed."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Labels that are kept, as (kvwatch's name, vLLM's name)."""
 
 
 ALIASES = (
     Alias("num_requests_running", m.REQUESTS, {"state": "running"}),
-    Alias("num_requests_waiting", m.REQUESTS, {"state": "waiting"}),
+    Alias("num_requests_waiting", m.REQUESTS, {"state": ("waiting", "swapped")}),
     Alias("kv_cache_usage_perc", m.KV_USAGE_RATIO, {"tier": TIER}),
     Alias("num_preemptions", m.PREEMPTIONS),
     Alias("prefix_cache_queries", m.PREFIX_CACHE_QUERIED_TOKENS),
@@ -95,7 +96,7 @@ def _summed(alias: Alias, samples: Sequence[Sample]) -> dict[tuple[str, ...], fl
     matching = alias.matching or {}
     for sample in samples:
         labels = dict(zip(alias.source.labels, sample.labels, strict=True))
-        if all(labels.get(name) == wanted for name, wanted in matching.items()):
+        if all(labels[name] in ((wanted,) if isinstance(wanted, str) else wanted) for name, wanted in matching.items()):
             key = tuple(printable(labels[old]) for old, _ in alias.renamed)
             totals[key] = totals.get(key, 0) + sample.value
     return totals

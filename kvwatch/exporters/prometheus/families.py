@@ -14,7 +14,7 @@ from kvwatch.ledger.view import HistogramSample, Sample, View
 from kvwatch.telemetry.metrics import CATALOGUE
 from kvwatch.telemetry.schema import Metric, MetricKind
 
-SampleSource = Callable[[], Iterable[Sample]]
+SampleSource = Callable[[], Iterable[Sample | HistogramSample]]
 """Gives samples that no view contains, such as metrics of the observatory itself. Called from any thread."""
 
 
@@ -54,7 +54,7 @@ class ViewCollector:
     Args:
         view: Returns the newest view.
         sources: Further samples.
-        identity: Labels of every series.
+        identity: Labels of every series; may be replaced later.
         exemplars: Traces for buckets.
         has_vllm_aliases: Whether vLLM's names are offered too.
     """
@@ -70,14 +70,15 @@ class ViewCollector:
     ) -> None:
         self._view = view
         self._sources = sources
-        self._identity = identity
-        self._common = tuple(printable(value) for value in identity.labels)
+        self.identity = identity
+        """Labels of every series."""
         self._exemplars = exemplars
         self._has_vllm_aliases = has_vllm_aliases
 
     def families(self) -> Iterator[Family]:
         """Yield one family for each metric that has a sample."""
         view = self._view()
+        common = tuple(printable(value) for value in self.identity.labels)
         by_metric: dict[str, list[Sample | HistogramSample]] = defaultdict(list)
         shown: tuple[Sample | HistogramSample, ...] = (*view.gauges, *view.counters, *view.histograms)
         for sample in shown:
@@ -88,20 +89,20 @@ class ViewCollector:
         for metric in CATALOGUE:
             samples = by_metric.get(metric.name)
             if samples:
-                yield self._family(metric, samples)
+                yield self._family(metric, samples, common)
         if self._has_vllm_aliases:
             yield from self._aliases(view)
 
-    def _family(self, metric: Metric, samples: Sequence[Sample | HistogramSample]) -> Family:
+    def _family(self, metric: Metric, samples: Sequence[Sample | HistogramSample], common: tuple[str, ...]) -> Family:
         family = Family(PREFIX + metric.name, metric.kind, metric.brief, (*COMMON_LABELS, *metric.labels))
         for sample in samples:
-            labels = (*self._common, *map(printable, sample.labels))
+            labels = (*common, *map(printable, sample.labels))
             value = self._histogram(sample) if isinstance(sample, HistogramSample) else sample.value
             family.series.append((labels, value))
         return family
 
     def _aliases(self, view: View) -> Iterator[Family]:
-        for alias in alias_families(view, self._identity):
+        for alias in alias_families(view, self.identity):
             family = Family(alias.name, alias.kind, alias.brief, alias.labels)
             for labels, value in alias.values:
                 family.series.append((labels, value if alias.histogram is None else _cumulative(alias.histogram)))

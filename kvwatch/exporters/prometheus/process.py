@@ -37,6 +37,16 @@ class SubscriberCounts(Protocol):
         ...
 
 
+def subscriber_samples(subscribers: Iterable[SubscriberCounts]) -> Iterable[Sample]:
+    """Return what subscribers of one log tell about themselves, as it is now."""
+    for each in subscribers:
+        labels = (each.name,)
+        yield Sample(m.TELEMETRY_GAPS, labels, each.num_gaps)
+        yield Sample(m.TELEMETRY_DROPPED, labels, each.num_dropped)
+        yield Sample(m.TELEMETRY_LAG, labels, each.lag)
+        yield Sample(m.TELEMETRY_ERRORS, labels, each.num_errors)
+
+
 class ProcessMetrics:
     """A source of samples for `ViewCollector`.
 
@@ -54,11 +64,6 @@ class ProcessMetrics:
     def __call__(self) -> Iterable[Sample]:
         """Return the samples as they are now."""
         yield Sample(m.BUILD_INFO, (__version__,), 1)
-        for each in self._subscribers():
-            labels = (each.name,)
-            yield Sample(m.TELEMETRY_GAPS, labels, each.num_gaps)
-            yield Sample(m.TELEMETRY_DROPPED, labels, each.num_dropped)
-            yield Sample(m.TELEMETRY_LAG, labels, each.lag)
-            yield Sample(m.TELEMETRY_ERRORS, labels, each.num_errors)
+        yield from subscriber_samples(self._subscribers())
         for thread, seconds in self._cpu_seconds().items():
             yield Sample(m.TELEMETRY_CPU, (thread,), seconds)

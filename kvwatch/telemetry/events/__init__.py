@@ -10,11 +10,13 @@ from kvwatch.telemetry.events.block import (
     BlocksCopied,
     BlocksEvicted,
     BlocksReleased,
+    BlocksRelocated,
     BlocksReused,
+    BlocksShared,
     BlocksStored,
     CacheCleared,
 )
-from kvwatch.telemetry.events.control import DrainStarted
+from kvwatch.telemetry.events.control import DrainStarted, PoolRebuilt
 from kvwatch.telemetry.events.request import (
     FirstToken,
     RequestAdmitted,
@@ -25,7 +27,10 @@ from kvwatch.telemetry.events.request import (
     RequestRejected,
     RequestResumed,
     SequenceForked,
+    SwapAbandoned,
+    WaitReasonsChanged,
 )
+from kvwatch.telemetry.events.source import SourceCompleteness, SourceGap, SourceReset
 from kvwatch.telemetry.events.step import (
     EngineEnded,
     EngineStalled,
@@ -34,6 +39,14 @@ from kvwatch.telemetry.events.step import (
     StepFailed,
     StepScheduled,
 )
+from kvwatch.telemetry.events.transfer import (
+    Offloaded,
+    Restored,
+    SwappedIn,
+    SwappedOut,
+    TransferFailed,
+    TransferStarted,
+)
 
 __all__ = [
     "AllocationFailed",
@@ -41,14 +54,18 @@ __all__ = [
     "BlocksCopied",
     "BlocksEvicted",
     "BlocksReleased",
+    "BlocksRelocated",
     "BlocksReused",
+    "BlocksShared",
     "BlocksStored",
     "CacheCleared",
     "DrainStarted",
     "EngineEnded",
     "EngineStalled",
     "FirstToken",
+    "Offloaded",
     "OutOfMemory",
+    "PoolRebuilt",
     "RequestAdmitted",
     "RequestFinished",
     "RequestPreempted",
@@ -56,8 +73,18 @@ __all__ = [
     "RequestRecovered",
     "RequestRejected",
     "RequestResumed",
+    "Restored",
     "SequenceForked",
+    "SourceCompleteness",
+    "SourceGap",
+    "SourceReset",
     "StepCompleted",
     "StepFailed",
     "StepScheduled",
+    "SwapAbandoned",
+    "SwappedIn",
+    "SwappedOut",
+    "TransferFailed",
+    "TransferStarted",
+    "WaitReasonsChanged",
 ]

@@ -11,11 +11,15 @@ from kvwatch.telemetry.schema import Event, each_of, event, identity, label, siz
 
 NS = 1e-9
 
-Tier = Literal["device"]
+Tier = Literal["device", "host", "disk", "external"]
+"""Where blocks lie: with the model, in the machine's memory, in its disk folder, or somewhere that others share."""
+
 Group = Literal["0"]
-AllocationReason = Literal["prefill", "decode", "cow", "restore"]
-ReleaseReason = Literal["finished", "aborted", "preempted", "cow", "window", "truncated"]
-EvictionReason = Literal["pressure", "reset", "resize"]
+AllocationReason = Literal["prefill", "decode", "cow", "restore", "swap", "offload"]
+ReleaseReason = Literal[
+    "finished", "aborted", "preempted", "cow", "window", "truncated", "restored", "offloaded"
+]  # fmt: skip
+EvictionReason = Literal["pressure", "reset", "resize", "removed", "unreadable"]
 
 
 @event(
@@ -48,9 +52,15 @@ class BlocksReleased(Event):
     group: Annotated[Group, label(6, "KV group of the blocks.")] = "0"
 
 
-@event(12, "block.stored", "Blocks became full and entered the prefix index.")
+@event(
+    12, "block.stored", "Blocks became full and entered the prefix index.",
+    feeds=(metrics.KV_BLOCK_STORES.count(size_of("hashes")),),
+)  # fmt: skip
 class BlocksStored(Event):
-    """Blocks of one sequence, consecutive in its table; `parent` is the hash of the block before the first."""
+    """Blocks of one sequence, consecutive in its table; `parent` is the hash of the block before the first.
+
+    Of a foreign engine: hashes that became resident; nothing tells in which blocks, so there are no block ids.
+    """
 
     hashes: Annotated[list[bytes], identity(1, "Block hashes, one for each block.")]
     block_ids: Annotated[list[int], identity(2, "Blocks that were stored.")]
@@ -68,20 +78,26 @@ class BlocksStored(Event):
 @event(
     13, "block.evicted", "Cached blocks lost their content and became empty.",
     feeds=(
-        metrics.KV_BLOCK_EVICTIONS.count(size_of("block_ids")),
+        metrics.KV_BLOCK_EVICTIONS.count(size_of("hashes")),
         metrics.KV_BLOCK_LIFETIME.observe(each_of("ages_ns", NS)),
         metrics.KV_BLOCK_IDLE.observe(each_of("idles_ns", NS)),
     ),
 )  # fmt: skip
 class BlocksEvicted(Event):
-    """Emitted before the allocation that needed the room. With reason `reset` see `CacheCleared`, which follows."""
+    """Emitted before the allocation that needed the room. With reason `reset` see `CacheCleared`, which follows.
+
+    Of a foreign engine: hashes of which no copy is resident any more, without block ids, idle times and hits; ages
+    since they became resident, where that is known.
+    """
 
     hashes: Annotated[list[bytes], identity(1, "Hashes that left the prefix index.")]
     block_ids: Annotated[list[int], identity(2, "Blocks that became empty, oldest first.")]
     ages_ns: Annotated[list[int], value(3, "Time since each block was allocated.", "ns")]
     idles_ns: Annotated[list[int], value(4, "Time since each block was last released.", "ns")]
     hits: Annotated[list[int], value(5, "Prefix hits of each block during its life.", "1")]
-    reason: Annotated[EvictionReason, label(6, "Why.")]
+    reason: Annotated[
+        EvictionReason, label(6, "Why; `removed` where a foreign engine does not say it.", foreign_values=("removed",))
+    ]
     request: Annotated[str, identity(7, "Request for which room was made; empty for a reset.")]
     tier: Annotated[Tier, label(8, "Tier of the blocks.")] = "device"
     group: Annotated[Group, label(9, "KV group of the blocks.")] = "0"
@@ -136,3 +152,24 @@ class AllocationFailed(Event):
     needed: Annotated[int, value(2, "Blocks needed.", "blocks")]
     available: Annotated[int, value(3, "Blocks that could be had (free, above the watermark on admission).", "blocks")]
     reason: Annotated[Literal["admission", "growth"], label(4, "Whether a request wanted to start or to go on.")]
+
+
+@event(18, "block.relocated", "Used and cached blocks moved elsewhere in the pool, with everything they hold.")
+class BlocksRelocated(Event):
+    """Destinations were empty; sources are. Tables, reference counts, hashes and filled slots name the new places."""
+
+    sources: Annotated[list[int], identity(1, "Blocks that moved.")]
+    destinations: Annotated[list[int], identity(2, "Where each of them is now; none of them is also a source.")]
+    tier: Annotated[Tier, label(3, "Tier of the blocks.")] = "device"
+    group: Annotated[Group, label(4, "KV group of the blocks.")] = "0"
+
+
+@event(20, "block.shared", "Blocks of one of a request's sequences were appended to another one's block table.")
+class BlocksShared(Event):
+    """Each block's reference count rose by one. Rebuilds the tables of a request that was swapped out."""
+
+    request: Annotated[str, identity(1, "Request that owns the blocks.")]
+    sequence: Annotated[int, identity(2, "Sequence whose table grows, from 0.")]
+    block_ids: Annotated[list[int], identity(3, "Used blocks, in table order.")]
+    tier: Annotated[Tier, label(4, "Tier of the blocks.")] = "device"
+    group: Annotated[Group, label(5, "KV group of the blocks.")] = "0"

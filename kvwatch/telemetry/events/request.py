@@ -7,9 +7,11 @@ from kvwatch.telemetry.schema import Event, amount_of, event, identity, instant,
 
 NS = 1e-9
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 RejectionReason = Literal["queue_full", "too_long", "draining", "invalid"]
-PreemptionMode = Literal["recompute"]
+PreemptionMode = Literal["recompute", "swap"]
+PreemptionReason = Literal["blocks", "memory"]
+WaitReason = Literal["blocks", "sequences", "tokens", "paused", "transfer"]
 Operation = Literal["chat", "text_completion"]
 """What the caller asked for, in the words of OpenTelemetry's GenAI conventions."""
 
@@ -33,6 +35,7 @@ class RequestQueued(Event):
     top_p: Annotated[float, value(13, "Nucleus of the sampling; 1 is off.", "ratio")] = 1.0
     top_k: Annotated[int, value(14, "Most likely tokens that are sampled from; 0 is off.", "1")] = 0
     seed: Annotated[int | None, identity(15, "Seed that the caller gave.")] = None
+    priority: Annotated[int, value(16, "Priority; 0 is served first.", "1")] = 0
 
 
 @event(
@@ -51,6 +54,8 @@ class RequestRejected(Event):
     feeds=(
         metrics.PREFIX_CACHE_QUERIED_TOKENS.count(amount_of("queried_tokens")),
         metrics.PREFIX_CACHE_HIT_TOKENS.count(amount_of("hit_tokens")),
+        metrics.PREFIX_CACHE_HIT_TOKENS.count(amount_of("host_hit_tokens"), tier="host"),
+        metrics.PREFIX_CACHE_HIT_TOKENS.count(amount_of("disk_hit_tokens"), tier="disk"),
         metrics.PREFIX_CACHE_GRANULARITY_LOST_TOKENS.count(amount_of("granularity_lost_tokens")),
         metrics.PREFIX_CACHE_REGRETTED_TOKENS.count(amount_of("regretted_tokens")),
         metrics.PROMPT_TOKENS.count(amount_of("prompt_tokens")),
@@ -58,18 +63,23 @@ class RequestRejected(Event):
     ),
 )  # fmt: skip
 class RequestAdmitted(Event):
-    """Once for each request, at its first admission; later ones are `RequestResumed`."""
+    """Once for each request, at its first admission; later ones are `RequestResumed`.
+
+    A request with hits in tiers behind the device starts, and says so, when their blocks have arrived.
+    """
 
     request: Annotated[str, identity(1, "Request id.")]
     prompt_tokens: Annotated[int, value(2, "Length of the prompt.", "tokens")]
     queried_tokens: Annotated[int, value(3, "Prompt tokens looked up; 0 with the prefix cache off.", "tokens")]
-    hit_tokens: Annotated[int, value(4, "Of these, found in the cache.", "tokens")]
+    hit_tokens: Annotated[int, value(4, "Of these, found on the device.", "tokens")]
     granularity_lost_tokens: Annotated[int, value(5, "Of these, in no block that could hit.", "tokens")]
     queue_ns: Annotated[int, value(6, "Time in the queue.", "ns")]
     tier: Annotated[Literal["device"], label(7, "Tier of the hits.")] = "device"
     regretted_tokens: Annotated[
         int, value(8, "Of the misses, those that would have hit, had their blocks not been evicted before.", "tokens")
     ] = 0
+    host_hit_tokens: Annotated[int, value(9, "Further tokens that came from the host's memory.", "tokens")] = 0
+    disk_hit_tokens: Annotated[int, value(10, "Further tokens that came from the disk.", "tokens")] = 0
 
 
 @event(
@@ -84,18 +94,28 @@ class FirstToken(Event):
 
 
 @event(
-    44, "request.preempted", "A running request lost its blocks and waits again.",
+    44, "request.preempted", "A running request gives up its blocks and waits again.",
     feeds=(metrics.PREEMPTIONS.count(),),
 )  # fmt: skip
 class RequestPreempted(Event):
-    """All its sequences stop together. Its `BlocksReleased` events precede it."""
+    """All its sequences stop together.
+
+    With mode `recompute` its `BlocksReleased` events precede it; with `swap` they follow when its K/V has been moved,
+    and until it runs again its state is `swapped`.
+    """
 
     request: Annotated[str, identity(1, "Request that was preempted.")]
     mode: Annotated[PreemptionMode, label(2, "What happens to its K/V.")]
-    reason: Annotated[Literal["blocks"], label(3, "What was short.")]
-    num_blocks: Annotated[int, value(4, "Blocks that became free.", "blocks")]
+    reason: Annotated[PreemptionReason, label(3, "What was short: blocks, or memory for the step's workspace.")]
+    num_blocks: Annotated[int, value(4, "Blocks that become free.", "blocks")]
     tokens_at_risk: Annotated[int, value(5, "Computed tokens that may have to be computed again.", "tokens")]
-    beneficiary: Annotated[str, identity(6, "Request in whose favour.")]
+    beneficiary: Annotated[str, identity(6, "Request in whose favour; empty for nobody's.")]
+    recompute_estimate_ns: Annotated[
+        int | None, value(7, "Expected time to compute again what it loses; none before that was measured.", "ns")
+    ] = None
+    swap_estimate_ns: Annotated[
+        int | None, value(8, "Expected time to move its blocks out and in; none without tiers or measurements.", "ns")
+    ] = None
 
 
 @event(
@@ -170,3 +190,19 @@ class RequestRecovered(Event):
 
     request: Annotated[str, identity(1, "Request id.")]
     recompute_ns: Annotated[int, value(2, "Time since it was resumed.", "ns")]
+
+
+@event(49, "request.swap_abandoned", "A swapped request lost its K/V on the way, and is computed again.")
+class SwapAbandoned(Event):
+    """Its state was `swapped` and is `waiting` now. Its blocks, if it held any, have been released."""
+
+    request: Annotated[str, identity(1, "Request id.")]
+    reason: Annotated[str, identity(2, "Why; see `TransferFailed`.")]
+
+
+@event(50, "request.wait_reasons_changed", "What some requests wait for has changed, or was found out.")
+class WaitReasonsChanged(Event):
+    """Once a step at most, before the step. A request that starts to run waits for nothing any more."""
+
+    requests: Annotated[list[str], identity(1, "Requests that do not run.")]
+    reasons: Annotated[list[WaitReason], label(2, "What each of them waits for.")]

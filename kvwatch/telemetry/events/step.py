@@ -5,6 +5,8 @@ Numbers 60 to 79.
 
 from typing import Annotated, Literal
 
+import msgspec
+
 from kvwatch.telemetry import metrics
 from kvwatch.telemetry.schema import Event, amount_of, event, identity, label, value, weighted
 
@@ -67,13 +69,19 @@ class StepCompleted(Event):
 @event(
     62,
     "step.failed",
-    "A step raised in the model; its requests ended with an error.",
+    "A step raised in the model.",
     feeds=(metrics.STEP_ERRORS.count(),),
 )
 class StepFailed(Event):
-    """The engine goes on with the next step."""
+    """Its requests end with an error, unless memory was short: then their tokens run in smaller steps."""
 
     error: Annotated[str, identity(1, "Class of the exception.")]
+    unwritten_block_ids: Annotated[
+        list[int], identity(2, "Blocks of requests that go on, which the step would have written to.")
+    ] = msgspec.field(default_factory=list)
+    filled_slots: Annotated[list[int], value(3, "Filled slots of each of them, as before the step.", "tokens")] = (
+        msgspec.field(default_factory=list)
+    )
 
 
 @event(

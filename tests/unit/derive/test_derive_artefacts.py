@@ -11,14 +11,18 @@ import pytest
 from kvwatch.config import setting
 from kvwatch.derive.__main__ import artefacts, main
 from kvwatch.derive.docs import replace_section, table
+from kvwatch.derive.foreign_scenario import opening_foreign_snapshot, play_foreign
 from kvwatch.derive.metrics import full_name, metric_specs
 from kvwatch.derive.scenario import ScenarioClock, opening_snapshot, play, play_end
 from kvwatch.derive.settings import settings_section
+from kvwatch.derive.tier_scenario import opening_tier_snapshot, play_tiers
 from kvwatch.errors import SchemaError
 from kvwatch.ledger.ledger import Ledger
 from kvwatch.ledger.mirror import Mirror
+from kvwatch.sources.source import FOREIGN_FEEDS
 from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.log import EventLog
+from kvwatch.telemetry.metrics import KV_INDEXED_BLOCKS
 from kvwatch.telemetry.schema import REGISTRY, Event, MetricKind
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,7 +48,8 @@ def test_the_scenario_to_its_end_holds_every_event_and_obeys_the_law() -> None:
 
     mirror.apply(events)
 
-    assert {type(event) for event in events} == {spec.cls for spec in REGISTRY}
+    elsewhere = {type(event) for event in tier_scenario()[1]}
+    assert {type(event) for event in events} | elsewhere == {spec.cls for spec in REGISTRY if spec.family != "source"}
     assert mirror.num_violations == 0
     assert mirror.ledger.requests == {}
     assert mirror.ledger.pool("device").num_used == 0
@@ -58,10 +63,79 @@ def test_the_scenario_moves_every_series_family_that_events_feed() -> None:
     mirror.apply(events)
     view = mirror.view
 
-    moved = {sample.metric.name for sample in view.counters if sample.value}
-    moved |= {histogram.metric.name for histogram in view.histograms if histogram.count}
+    tiers = tier_mirror().view
+
+    moved = {sample.metric.name for sample in (*view.counters, *tiers.counters) if sample.value}
+    moved |= {histogram.metric.name for histogram in (*view.histograms, *tiers.histograms) if histogram.count}
     fed = {feed.metric.name for spec in REGISTRY for feed in spec.feeds}
     assert fed | {"kv_stall_seconds"} <= moved
+
+
+def tier_scenario() -> tuple[ScenarioClock, list[Event]]:
+    clock = ScenarioClock()
+    log = EventLog(1024, clock)
+    cursor = log.subscribe("test")
+    play_tiers(log, clock)
+    return clock, cursor.read(1024)
+
+
+def tier_mirror() -> Mirror:
+    clock, events = tier_scenario()
+    mirror = Mirror(clock, 0)
+    mirror.load(opening_tier_snapshot())
+    mirror.apply(events)
+    return mirror
+
+
+def test_the_scenario_of_an_engine_with_tiers_holds_every_event_of_a_transfer_and_obeys_the_law() -> None:
+    mirror = tier_mirror()
+
+    assert {spec.cls for spec in REGISTRY if spec.family == "transfer"} <= {type(e) for e in tier_scenario()[1]}
+    assert mirror.num_violations == 0
+    ledger = mirror.ledger
+    assert (ledger.requests, ledger.transfers.to_states()) == ({}, [])
+    free = {tier: (pool.num_used, pool.num_cached, pool.num_empty) for tier, pool in ledger.pools.items()}
+    assert free == {"device": (0, 0, 8), "host": (0, 0, 4), "disk": (0, 0, 2)}
+    assert mirror.view.value(m.KV_TIER_IGNORED_FILES, "disk", "stale") == 2
+    assert mirror.view.value(m.KV_BLOCKS_IN_TRANSFER, "host") == 0
+    assert mirror.view.value(m.SWAP_BLOCKS, "out") == mirror.view.value(m.SWAP_BLOCKS, "in") == 3
+    assert mirror.view.value(m.TRANSFER_FAILURES, "corrupt") == 1
+
+
+def test_series_of_tiers_exist_only_in_an_engine_that_has_them() -> None:
+    clock, events = scenario()
+    plain = Mirror(clock, 0)
+    plain.load(opening_snapshot())
+    plain.apply(events)
+
+    def tiers_of(mirror: Mirror) -> set[str]:
+        samples = (*mirror.view.gauges, *mirror.view.counters)
+        return {dict(zip(s.metric.labels, s.labels, strict=True)).get("tier", "device") for s in samples}
+
+    assert tiers_of(plain) == {"device"}
+    assert plain.view.value(m.KV_BLOCKS_IN_TRANSFER, "device") is None
+    assert tiers_of(tier_mirror()) == {"device", "host", "disk"}
+
+
+def test_the_scenario_of_a_foreign_engine_holds_every_event_of_a_source() -> None:
+    clock = ScenarioClock()
+    log = EventLog(1024, clock)
+    cursor = log.subscribe("test")
+    play_foreign(log, clock)
+    events = cursor.read(1024)
+    mirror = Mirror(clock, 0, foreign=FOREIGN_FEEDS)
+    mirror.load(opening_foreign_snapshot())
+    assert not [sample for sample in mirror.view.gauges if sample.metric is KV_INDEXED_BLOCKS]
+
+    mirror.apply(events)
+    mirror.publish()
+
+    assert {spec.cls for spec in REGISTRY if spec.family == "source"} <= {type(event) for event in events}
+    indexed = {s.labels: s.value for s in mirror.view.gauges if s.metric is KV_INDEXED_BLOCKS}
+    assert indexed == {("device", "0"): 2, ("host", "0"): 1}
+    moved = {sample.metric for sample in mirror.view.counters if sample.value and sample.metric in FOREIGN_FEEDS}
+    moved |= {histogram.metric for histogram in mirror.view.histograms if histogram.count}
+    assert moved == FOREIGN_FEEDS
 
 
 def test_the_scenario_is_the_same_every_time() -> None:
@@ -99,9 +173,12 @@ def test_counters_end_in_total_and_histograms_have_three_series_names() -> None:
 
 def test_every_histogram_and_every_fed_counter_is_in_the_catalogue() -> None:
     fed = {id(feed.metric) for spec in REGISTRY for feed in spec.feeds}
+    observed = {m.SOURCE_LAG, m.KV_PREMATURE_EVICTION_AWAY, m.KV_PREMATURE_EVICTION_EXTRA}
+    """What a sidecar observes itself (`kvwatch/sources/insight`): no event says it."""
 
     assert fed <= {id(metric) for metric in m.CATALOGUE}
-    assert all(id(metric) in fed for metric in m.CATALOGUE if metric.kind is MetricKind.HISTOGRAM)
+    assert not fed & {id(metric) for metric in observed}
+    assert all(id(metric) in fed or metric in observed for metric in m.CATALOGUE if metric.kind is MetricKind.HISTOGRAM)
 
 
 def test_a_section_is_replaced_between_its_markers_only() -> None:

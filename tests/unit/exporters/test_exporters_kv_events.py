@@ -18,6 +18,7 @@ from kvwatch.exporters.kv_events.residency import Content, Key, removed_events, 
 from kvwatch.exporters.kv_events.translator import Translator
 from kvwatch.telemetry.events import (
     BlocksEvicted,
+    BlocksRelocated,
     BlocksStored,
     CacheCleared,
     EngineEnded,
@@ -405,3 +406,18 @@ def test_history_is_bounded_in_bytes_too_and_keeps_the_newest_batch_whatever_its
     for sent in replay:
         reader.take(sent.seq, sent.payload)
     assert len(reader.hashes) == 199 + 400
+
+
+def test_a_hash_that_moved_to_another_block_is_gone_only_when_that_block_loses_it() -> None:
+    made = translator()
+    told = made.apply(stored([1, 2], [3, 4]))
+    assert isinstance(told[0], BlockStored)
+    moved = told[0].block_hashes[1]
+
+    assert made.apply(BlocksRelocated([4], [5])) == []
+    (other,) = made.apply(stored([9], [4]))  # block 4 is free for something else
+    (gone,) = made.apply(evicted([2], [5]))
+
+    assert isinstance(other, BlockStored)
+    assert isinstance(gone, BlockRemoved)
+    assert gone.block_hashes == [moved]

@@ -312,7 +312,7 @@ def test_with_several_tiers_each_event_changes_its_own() -> None:
     ledger = Ledger()
     ledger.load(msgspec.structs.replace(snapshot, tiers=[device, host]))
     event = ev.BlocksStored(hashes=[b"a"], block_ids=[1], parent=None)
-    event.tier = "host"  # type: ignore[assignment]  # the tier's events come with swapping
+    event.tier = "host"
 
     ledger.apply(event)
 
@@ -328,3 +328,20 @@ def test_only_the_first_faults_of_a_step_are_kept() -> None:
     follower.follow()
 
     assert len(follower.wrong) == 8
+
+
+def test_shared_blocks_of_a_request_that_returns_get_one_more_reference_each() -> None:
+    follower = start()
+    log = follower.engine.log
+    log.append(ev.RequestQueued("r1", 4, 2, 0))
+    log.append(ev.BlocksAllocated("r1", 0, [1, 2], "restore"))
+    log.append(ev.BlocksShared("r1", 1, [1]))
+    follower.follow()
+
+    pool = follower.ledger.pool("device")
+    assert pool.tables == {("r1", 0): [1, 2], ("r1", 1): [1]}
+    assert (pool.num_used, pool.num_entries, pool.num_shared) == (2, 3, 1)
+
+    log.append(ev.BlocksShared("r1", 1, [5]))
+    follower.follow()
+    assert any("shared by r1 though nobody held it" in fault for fault in follower.ledger._faults)

@@ -31,7 +31,7 @@ def test_every_event_has_a_line_with_time_step_request_and_name() -> None:
         assert re.match(rf"\d\d:\d\d:\d\d\.\d{{3}} step {event.step} +\S+ +{re.escape(spec.name)}\b", line), line
         assert "\n" not in line
         request = getattr(event, "request", "")
-        assert f" {request or '-'} " in line or isinstance(event, ev.StepScheduled)
+        assert f" {request or '-'} " in line or isinstance(event, ev.StepScheduled | ev.WaitReasonsChanged)
 
 
 def test_durations_have_units_hashes_are_short_and_lists_are_cut() -> None:
@@ -93,6 +93,7 @@ def test_times_of_lines_are_the_engines_wall_clock() -> None:
 
     assert content == {
         "kind": "event", "event": "step.failed", "unix_ns": 10**18 + 7, "seq": 4, "step": 5, "time_ns": 7, "error": "X",
+        "unwritten_block_ids": [], "filled_slots": [],
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from naive_engine import NaiveEngine
 
 from kvwatch.ledger.ledger import Ledger
+from kvwatch.ledger.pace import next_tick
 from kvwatch.stream.codec import EventCodec, StreamError, StructCodec, join_parts, parse
 from kvwatch.stream.contract import Gap, Started, SubscribeRequest, Update
 from kvwatch.stream.descriptors import message_class
@@ -58,6 +59,13 @@ class Peer:
         return [item for item in self.items if isinstance(item, kind)]
 
 
+async def look_at(news: News, stop: asyncio.Event) -> None:
+    while not stop.is_set():
+        await next_tick()
+        news.look()
+    news.end()
+
+
 class Bench:
     """A naive engine and what its subscribers share, on the running loop."""
 
@@ -93,7 +101,7 @@ def subscribed(request: SubscribeRequest, act: Act, capacity: int = 1024, before
     async def main() -> tuple[Bench, Peer]:
         bench, peer = Bench(capacity), Peer()
         bench.step(before)
-        pump = asyncio.create_task(bench.news.run(bench.stop))
+        pump = asyncio.create_task(look_at(bench.news, bench.stop))
         subscription = Subscription(bench.source, request, peer.write)
         running = asyncio.create_task(subscription.run())
         await asyncio.wait_for(peer.is_asked.wait(), 5)
@@ -329,7 +337,7 @@ def test_an_engine_that_does_not_answer_at_first_is_asked_again() -> None:
     async def main() -> None:
         bench, peer = Bench(), Peer()
         bench.engine.is_answering = False
-        pump = asyncio.create_task(bench.news.run(bench.stop))
+        pump = asyncio.create_task(look_at(bench.news, bench.stop))
         running = asyncio.create_task(
             Subscription(bench.source, SubscribeRequest(from_snapshot=True), peer.write).run()
         )

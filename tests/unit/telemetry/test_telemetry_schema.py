@@ -34,7 +34,7 @@ def test_every_event_class_is_registered_under_a_unique_number_and_name() -> Non
 
     assert {s.cls.__name__ for s in specs} == set(events.__all__)
     assert len({s.number for s in specs}) == len({s.name for s in specs}) == len(specs)
-    assert {s.family for s in specs} == {"block", "request", "step", "control"}
+    assert {s.family for s in specs} == {"block", "control", "request", "source", "step", "transfer"}
     assert [s.number for s in specs] == sorted(s.number for s in specs)
 
 
@@ -88,7 +88,7 @@ def test_a_field_without_its_declaration_is_refused() -> None:
 def test_values_of_a_label_are_known_when_its_type_lists_them() -> None:
     declared = REGISTRY.of(events.BlocksEvicted)
 
-    assert label_values(declared, "reason") == ("pressure", "reset", "resize")
+    assert label_values(declared, "reason") == ("pressure", "reset", "resize", "removed", "unreadable")
     assert label_values(declared, "request") == ()
     assert declared.fields["request"].cardinality is Cardinality.ID
 

@@ -36,6 +36,10 @@ class GenerationFields(Struct, kw_only=True):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     """Prefix blocks are shared only between requests of equal salt."""
+    priority: int | None = None
+    """0 is served first."""
+    deadline_seconds: float | None = None
+    """The request ends with an error when it is not complete after this time."""
 
     # Not implemented: all of these would change the answer.
     add_special_tokens: object = None

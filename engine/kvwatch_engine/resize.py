@@ -1,0 +1,160 @@
+"""Gives the pool of a serving engine another number of blocks, between two steps.
+
+    check ──▶ plan ──▶ rebuild the memory ──▶ change pool and tables ──▶ PoolRebuilt
+    refused   (pure)   failed: as before      cannot fail
+
+All or nothing: whatever can go wrong does so before pool, tables or settings are touched. Engine thread only.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import structlog
+
+from kvwatch.errors import ChangeFailed, ChangeRefused
+from kvwatch.telemetry.events import PoolRebuilt
+from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.contracts.cache import BlockMemory
+from kvwatch_engine.contracts.request import GenerationRequest
+from kvwatch_engine.contracts.settings import EngineSettings
+from kvwatch_engine.memory.block_manager import BlockManager
+from kvwatch_engine.memory.relocation import Relocation
+from kvwatch_engine.scheduling.policy import worst_case_blocks
+from kvwatch_engine.scheduling.request import Request
+
+AcceptedRequest = GenerationRequest | Request
+"""A request on its way into the engine, or in it."""
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedResize:
+    """A change of size that was found possible; valid until a request or a block changes."""
+
+    wanted: EngineSettings
+    """Settings that hold afterwards."""
+    plan: Relocation
+    reason: str
+
+
+class PoolResizer:
+    """Resizes one pool and the memory behind it."""
+
+    def __init__(self, manager: BlockManager, memory: BlockMemory, log: EventLog) -> None:
+        self._manager = manager
+        self._memory = memory
+        self._log = log
+
+    def prepare(
+        self, num_blocks: int, reason: str, settings: EngineSettings, live: Iterable[AcceptedRequest]
+    ) -> PreparedResize:
+        """Find out whether the pool can have `num_blocks` blocks, and how. Changes nothing.
+
+        Args:
+            num_blocks: blocks from now on, the null block included.
+            reason: why, in the words of whoever asked.
+            settings: those in force.
+            live: all requests that were accepted and have not ended. Each must be able to end in the new pool.
+
+        Raises:
+            ChangeRefused: something does not fit.
+        """
+        num_holds = self._manager.num_holds
+        if num_holds:  # not told: whoever asked asks again
+            raise ChangeRefused(f"blocks of {num_holds} sequences are on their way; ask again soon", is_passing=True)
+        wanted = with_num_blocks(settings, num_blocks)
+        try:
+            _check_limits(wanted)
+            _check_worst_cases(wanted, live)
+            return PreparedResize(wanted, self._plan(num_blocks), reason)
+        except ChangeRefused as error:
+            self._report(
+                PoolRebuilt(
+                    settings.num_blocks, num_blocks, "refused", None, settings.watermark_blocks, reason, str(error)
+                )
+            )
+            raise
+
+    def carry_out(self, prepared: PreparedResize, settings: EngineSettings) -> EngineSettings:
+        """Resize the pool as prepared; return the settings that hold from now on.
+
+        Raises:
+            ChangeFailed: the memory cannot be had; nothing was changed.
+        """
+        started_ns = self._log.clock.monotonic_ns()
+        wanted, num_blocks = prepared.wanted, prepared.wanted.num_blocks
+        try:
+            self._rebuild(prepared.plan)
+        except Exception as error:  # whatever memory raises: the old one is still there
+            duration_ns, name = self._log.clock.monotonic_ns() - started_ns, type(error).__name__
+            watermark = settings.watermark_blocks
+            self._report(
+                PoolRebuilt(settings.num_blocks, num_blocks, "failed", duration_ns, watermark, prepared.reason, name)
+            )
+            logger.warning("the pool could not be resized", num_blocks=num_blocks, exc_info=error)
+            raise ChangeFailed(
+                f"a pool of {num_blocks} blocks could not be built ({name}); it still has {settings.num_blocks}: "
+                "ask for fewer, or free memory"
+            ) from error
+        self._manager.resize(prepared.plan)
+        duration_ns = self._log.clock.monotonic_ns() - started_ns
+        self._report(
+            PoolRebuilt(
+                settings.num_blocks, num_blocks, "resized", duration_ns, wanted.watermark_blocks, prepared.reason
+            )
+        )
+        return wanted
+
+    def _plan(self, num_blocks: int) -> Relocation:
+        pool = self._manager.pool
+        plan = pool.plan_resize(num_blocks)
+        if plan is None:
+            raise ChangeRefused(
+                f"running requests hold {pool.num_used} blocks, but a pool of {num_blocks} has {num_blocks - 1} beside "
+                f"the null block; ask for at least {pool.num_used + 1}, or wait until some have ended"
+            )
+        return plan
+
+    def _report(self, event: PoolRebuilt) -> None:
+        if self._log.active:
+            self._log.append(event)
+
+    def _rebuild(self, plan: Relocation) -> None:
+        sources = np.array(plan.kept, dtype=np.int64)
+        destinations = np.array([plan.place_of(block) for block in plan.kept], dtype=np.int64)
+        self._memory.rebuild(plan.num_blocks, sources, destinations)
+
+
+def with_num_blocks(settings: EngineSettings, num_blocks: int) -> EngineSettings:
+    """Return settings for another size of the pool; a watermark that was given as a ratio stays that ratio."""
+    ratio = settings.watermark_ratio
+    watermark = settings.watermark_blocks if ratio is None else round(ratio * (num_blocks - 1))
+    return replace(settings, num_blocks=num_blocks, watermark_blocks=watermark)
+
+
+def _check_limits(wanted: EngineSettings) -> None:
+    if wanted.num_blocks < 2:
+        raise ChangeRefused(
+            f"a pool of {wanted.num_blocks} blocks holds nothing, since block 0 is reserved; ask for at least 2"
+        )
+    if wanted.watermark_blocks >= wanted.num_blocks - 1:
+        raise ChangeRefused(
+            f"the watermark keeps {wanted.watermark_blocks} blocks free, but a pool of {wanted.num_blocks} has "
+            f"{wanted.num_blocks - 1} beside the null block; ask for at least {wanted.watermark_blocks + 2}"
+        )
+
+
+def _check_worst_cases(wanted: EngineSettings, live: Iterable[AcceptedRequest]) -> None:
+    """Refuse a pool in which a request that was accepted could not end: it would wait for ever."""
+    capacity = wanted.num_blocks - 1
+    for request in live:
+        sampling = request.sampling
+        num_prompt_tokens = len(request.prompt_token_ids)
+        needed = worst_case_blocks(num_prompt_tokens, sampling.max_tokens, sampling.n, wanted.block_size)
+        if needed > capacity:
+            raise ChangeRefused(
+                f"request {request.request_id} may need {needed} blocks, but a pool of {wanted.num_blocks} has "
+                f"{capacity} beside the null block; ask for at least {needed + 1}, or wait until it has ended"
+            )

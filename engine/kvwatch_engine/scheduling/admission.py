@@ -1,0 +1,234 @@
+"""Who may start or resume, and why the others wait."""
+
+from collections import Counter
+from itertools import takewhile
+
+from kvwatch.telemetry.events import WaitReasonsChanged
+from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.contracts.block import BlockHash, BlockId
+from kvwatch_engine.contracts.settings import EngineSettings
+from kvwatch_engine.contracts.tiers import TierHit, Tiers, TransferKind
+from kvwatch_engine.memory.block_manager import BlockManager
+from kvwatch_engine.scheduling.cost_model import CostModel
+from kvwatch_engine.scheduling.lifecycle import Lifecycle
+from kvwatch_engine.scheduling.policy import TokenBudget, WatermarkAdmission
+from kvwatch_engine.scheduling.request import PrefixHits, Request, RequestState, Sequence, WaitReason
+
+
+class Admission:
+    """Admits the head of the queue while it fits: nobody overtakes it. Engine thread only."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        manager: BlockManager,
+        lifecycle: Lifecycle,
+        cost: CostModel,
+        log: EventLog,
+        tiers: Tiers | None,
+    ) -> None:
+        self.settings = settings
+        self.is_paused = False
+        """Whether nobody is admitted for now; who runs goes on."""
+        self.waiting_for: dict[str, int] = {}
+        """Requests that do not run, by what they wait for, as of the last `note_wait_reasons`."""
+        self._manager = manager
+        self._lifecycle = lifecycle
+        self._cost = cost
+        self._log = log
+        self._tiers = tiers
+        self._head_reason: WaitReason | None = None
+        """Why the head was not admitted in this step; None while nobody was looked at."""
+
+    def begin_step(self) -> None:
+        """Begin a step: nobody was looked at yet."""
+        self._head_reason = None
+
+    def admit_next(self, budget: TokenBudget) -> Request | None:
+        """Admit the head of the queue; return it when it runs now, None when the head must wait.
+
+        Requests whose blocks have to be filled from another tier first are admitted on the way: they hold their
+        blocks, and start when the transfer has ended.
+        """
+        while (request := self._lifecycle.waiting.head) is not None:
+            self._head_reason = self._obstacle(request, budget, self._lifecycle.num_admitted_sequences)
+            if self._head_reason is not None:
+                return None
+            is_swapped = request.state is RequestState.SWAPPED
+            if not (self._begin_swap_in(request) if is_swapped else self._open(request, budget)):
+                return None
+            if request.transfer is None:
+                self._start(request)
+                return request
+        return None
+
+    def finish_transfer(self, request: Request, num_good_blocks: int) -> None:
+        """Let an arriving request run: its blocks are filled, or, after a restore, the leading ones of them."""
+        if request.transfer is TransferKind.RESTORE:
+            self._note_restored(request, num_good_blocks)
+        self._start(request)
+
+    # ------------------------------------------------------------------ why requests wait
+
+    def note_wait_reasons(self, budget: TokenBudget) -> None:
+        """Find out what each request waits for that does not run. O(requests that wait).
+
+        The head's reason is exact. Whoever else could start alone waits for what the head waits for. Known prefixes
+        of the others are left out of account: to look for them costs hashing.
+        """
+        lifecycle = self._lifecycle
+        reasons = dict.fromkeys(lifecycle.arriving, WaitReason.TRANSFER)
+        if lifecycle.waiting.head is not None:
+            available, num_sequences = self._num_available(), lifecycle.num_admitted_sequences
+            # After a preemption nobody was looked at, and the head waits for what the preempted one gave up.
+            exact, head_reason = self._head_reason, WaitReason.TOKENS if budget.remaining == 0 else WaitReason.BLOCKS
+            for request in lifecycle.waiting:
+                own = self._obstacle(request, budget, num_sequences) or self._lack_of_blocks(request, budget, available)
+                reasons[request] = reason = exact or own or head_reason
+                if request is lifecycle.waiting.head:
+                    exact, head_reason = None, reason
+        self.waiting_for = dict(Counter(reason.value for reason in reasons.values()))
+        changed = [request for request, reason in reasons.items() if request.wait_reason is not reason]
+        for request in changed:
+            request.wait_reason = reasons[request]
+        if changed and self._log.active:
+            names = [request.request_id for request in changed]
+            self._log.append(WaitReasonsChanged(names, [reasons[request].value for request in changed]))
+
+    def _lack_of_blocks(self, request: Request, budget: TokenBudget, available: int) -> WaitReason | None:
+        if request.state is RequestState.SWAPPED:
+            assert self._tiers is not None, "only tiers hold what is swapped"
+            needed = self._tiers.num_blocks_to_restore(request.request_id)
+        else:
+            needed = self._manager.blocks_for(self._num_tokens_at_start(request, 0, budget))
+        return WaitReason.BLOCKS if needed > available else None
+
+    def _obstacle(self, request: Request, budget: TokenBudget, num_sequences: int) -> WaitReason | None:
+        """Return what keeps a request from starting beside `num_sequences` others, blocks aside."""
+        if request.transfer is not None:
+            return WaitReason.TRANSFER
+        if self.is_paused:
+            return WaitReason.PAUSED
+        if budget.remaining == 0:
+            return WaitReason.TOKENS
+        is_full = num_sequences + len(request.live_sequences()) > self.settings.max_num_seqs
+        return WaitReason.SEQUENCES if is_full else None
+
+    # ------------------------------------------------------------------ blocks
+
+    def _num_available(self) -> int:
+        lifecycle = self._lifecycle
+        return WatermarkAdmission(self.settings.watermark_blocks).blocks_available(
+            self._manager.pool.num_free, is_idle=not lifecycle.running and not lifecycle.arriving
+        )
+
+    def _num_tokens_at_start(self, request: Request, num_found: int, budget: TokenBudget) -> int:
+        """Return for how many tokens of its first sequence a request needs blocks before it may start."""
+        num_tokens = request.live_sequences()[0].num_tokens
+        if self.settings.reserve_prompt:
+            return num_tokens
+        return min(num_tokens, num_found + min(budget.max_chunk, budget.remaining))
+
+    def _has_blocks(self, request: Request, needed: int) -> bool:
+        available = self._num_available()
+        if needed > available:
+            self._lack(request, needed, available)
+            return False
+        return True
+
+    def _lack(self, request: Request, needed: int, available: int) -> None:
+        self._head_reason = WaitReason.BLOCKS
+        self._lifecycle.fail_allocation(request, needed, available, is_admission=True)
+
+    def _begin_swap_in(self, request: Request) -> bool:
+        assert self._tiers is not None, "only tiers hold what is swapped"
+        needed = self._tiers.num_blocks_to_restore(request.request_id)
+        if not self._has_blocks(request, needed):
+            return False
+        if not self._tiers.begin_in(request.request_id):
+            self._lack(request, needed, self._manager.pool.num_free)
+            request.num_failed_allocations += 1
+            return False
+        request.num_failed_allocations = 0
+        self._lifecycle.hold(request, TransferKind.SWAP_IN)
+        return True
+
+    def _open(self, request: Request, budget: TokenBudget) -> bool:
+        """Give a request the blocks that it starts with; begin to fill those whose content another tier has."""
+        leader = request.live_sequences()[0]
+        hashes = self._prefix_hashes(leader)
+        prefix = self._manager.find_prefix(hashes)
+        further = self._tiers.find(hashes[len(prefix) :]) if self._tiers is not None else []
+        size = self._manager.block_size
+        num_found = (len(prefix) + sum(len(hit.hashes) for hit in further)) * size
+        num_tokens = self._num_tokens_at_start(request, num_found, budget)
+        needed = self._manager.num_blocks_missing(prefix, num_tokens)
+        if self.settings.reserve_prompt:
+            needed += self._num_further_blocks(request)
+        if not self._has_blocks(request, needed):
+            return False
+        # Before the request's own blocks are taken, which may evict more.
+        hits = self._hits(request, prefix, further)
+        if not self._manager.open(leader.owner, prefix, num_tokens):
+            self._lack(request, needed, self._manager.pool.num_free)
+            request.num_failed_allocations += 1
+            return False
+        request.num_failed_allocations = 0
+        request.hits = hits
+        leader.num_computed = len(prefix) * size
+        if further:
+            assert self._tiers is not None, "tiers found it"
+            self._tiers.begin_restore(request.request_id, leader.index, len(prefix), further)
+            self._lifecycle.hold(request, TransferKind.RESTORE)
+        return True
+
+    def _prefix_hashes(self, leader: Sequence) -> list[BlockHash]:
+        """Return the hashes of the blocks that may be found; the last token's is not, since its logits are needed."""
+        if not self._manager.enable_prefix_cache:
+            return []
+        num_blocks = (leader.num_tokens - 1) // self._manager.block_size
+        return list(leader.chain.upto(num_blocks, leader.tokens)[:num_blocks])
+
+    def _num_further_blocks(self, request: Request) -> int:
+        """Return how many blocks the sequences but the first need that had generated tokens before."""
+        shared = request.num_prompt_tokens // self._manager.block_size
+        return sum(
+            self._manager.blocks_for(follower.num_tokens) - shared
+            for follower in request.live_sequences()[1:]
+            if follower.output_token_ids
+        )
+
+    # ------------------------------------------------------------------ start
+
+    def _start(self, request: Request) -> None:
+        is_recomputed = request.preempted_ns is not None and request.state is not RequestState.SWAPPED
+        self._lifecycle.start(request)
+        if is_recomputed:
+            self._cost.note_resumed(request.num_tokens_lost, request.num_tokens_to_recompute)
+
+    def _hits(self, request: Request, prefix: list[BlockId], further: list[TierHit]) -> PrefixHits:
+        size = self._manager.block_size
+        num_found = len(prefix) + sum(len(hit.hashes) for hit in further)
+        is_new = request.preempted_ns is None
+        return PrefixHits(
+            device=len(prefix) * size,
+            further=tuple((hit.tier, len(hit.hashes) * size) for hit in further),
+            regretted=self._num_regretted_tokens(request, num_found) if is_new and self._log.active else 0,
+        )
+
+    def _num_regretted_tokens(self, request: Request, num_hits: int) -> int:
+        """Return how many more tokens of the prompt than `num_hits` blocks would have hit, had none been evicted."""
+        if not self._manager.enable_prefix_cache:
+            return 0
+        size, pool = self._manager.block_size, self._manager.pool
+        leader = request.live_sequences()[0]
+        can_hit = (request.num_prompt_tokens - 1) // size
+        missed = leader.chain.upto(can_hit, leader.tokens)[num_hits:can_hit]
+        return size * sum(1 for _ in takewhile(pool.would_have_hit, missed))
+
+    def _note_restored(self, request: Request, num_good_blocks: int) -> None:
+        """Count only what really arrived of what was found."""
+        held = self._manager.owners()
+        restored = next(sequence for sequence in request.sequences if sequence.owner in held)
+        request.hits = request.hits.cut(num_good_blocks * self._manager.block_size)
+        restored.num_computed = request.hits.total

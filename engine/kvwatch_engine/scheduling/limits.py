@@ -1,0 +1,80 @@
+"""What a request must be to be let in: valid, and possible in this engine. Any thread."""
+
+from kvwatch_engine.contracts.errors import RequestInvalid
+from kvwatch_engine.contracts.request import GenerationRequest
+from kvwatch_engine.contracts.settings import EngineSettings
+from kvwatch_engine.scheduling.policy import worst_case_blocks
+
+
+def max_model_len(settings: EngineSettings) -> int:
+    """Return the longest possible sequence in tokens: min(model, pool)."""
+    return min(settings.max_model_len, (settings.num_blocks - 1) * settings.block_size)
+
+
+def max_new_tokens(num_prompt_tokens: int, n: int, settings: EngineSettings) -> int:
+    """Return the largest `max_tokens` with which such a request can run; below 1 when it cannot run at all."""
+    size, capacity = settings.block_size, settings.num_blocks - 1
+    full_prompt_blocks = num_prompt_tokens // size
+    blocks_each = full_prompt_blocks + (capacity - full_prompt_blocks) // n
+    return min(max_model_len(settings) - num_prompt_tokens, blocks_each * size - num_prompt_tokens + 1)
+
+
+def check_valid(request: GenerationRequest, settings: EngineSettings) -> None:
+    """Refuse at once what can never run, instead of queueing it for ever.
+
+    Raises:
+        RequestInvalid: so.
+    """
+    sampling, num_prompt_tokens = request.sampling, len(request.prompt_token_ids)
+    if num_prompt_tokens > settings.max_queued_tokens:
+        limit = settings.max_queued_tokens
+        raise RequestInvalid(
+            f"the prompt has {num_prompt_tokens} tokens, but the queue takes {limit}; shorten it, or raise "
+            "--max-queued-tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if num_prompt_tokens == 0:
+        raise RequestInvalid("the prompt is empty; it needs at least one token", param="prompt")
+    lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
+    if lowest < 0 or highest >= settings.vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        limit = settings.vocab_size - 1
+        raise RequestInvalid(f"token id {wrong} is outside the vocabulary (0 to {limit})", param="prompt")
+    if not 1 <= sampling.n <= settings.max_num_seqs:
+        raise RequestInvalid(f"n is {sampling.n}, but 1 to {settings.max_num_seqs} sequences can run", param="n")
+    if sampling.max_tokens < 1:
+        raise RequestInvalid(f"max_tokens is {sampling.max_tokens}; it must be at least 1", param="max_tokens")
+    if request.priority < 0:
+        raise RequestInvalid(f"priority is {request.priority}; it must be at least 0, which is first", param="priority")
+    if request.deadline_seconds is not None and not request.deadline_seconds > 0:
+        raise RequestInvalid(
+            f"deadline_seconds is {request.deadline_seconds:g}; it must be above 0", param="deadline_seconds"
+        )
+
+
+def check_length(request: GenerationRequest, settings: EngineSettings) -> None:
+    """Refuse what is too long for the model, or could never end in the pool.
+
+    Raises:
+        RequestInvalid: so.
+    """
+    num_prompt_tokens, n = len(request.prompt_token_ids), request.sampling.n
+    max_tokens = request.sampling.max_tokens
+    total, longest = num_prompt_tokens + max_tokens, max_model_len(settings)
+    if total > longest:
+        raise RequestInvalid(
+            f"prompt ({num_prompt_tokens} tokens) and max_tokens ({max_tokens}) are {total} tokens together, but "
+            f"the longest possible sequence has {longest}; shorten the prompt or lower max_tokens",
+            param="max_tokens" if num_prompt_tokens < longest else "prompt",
+            code="context_length_exceeded",
+        )
+    capacity = settings.num_blocks - 1
+    needed = worst_case_blocks(num_prompt_tokens, max_tokens, n, settings.block_size)
+    if needed > capacity:
+        raise RequestInvalid(
+            f"{n} sequences of up to {total} tokens may need {needed} blocks, but the pool has {capacity}; "
+            "lower n or max_tokens",
+            param="n" if n > 1 else "max_tokens",
+            code="context_length_exceeded",
+        )

@@ -1,0 +1,131 @@
+"""What the results of a step change: computed tokens, full blocks, forks, sampled tokens, ends. Engine thread only."""
+
+from kvwatch.telemetry.events import StepCompleted
+from kvwatch_engine.contracts.request import FinishReason, SequenceOutput
+from kvwatch_engine.contracts.settings import EngineSettings
+from kvwatch_engine.contracts.step import StepResult
+from kvwatch_engine.memory.block_manager import BlockManager
+from kvwatch_engine.scheduling.lifecycle import Lifecycle
+from kvwatch_engine.scheduling.request import Sequence
+from kvwatch_engine.scheduling.step_builder import ScheduledStep, end_token_ids
+
+INVALID_LOGITS = "InvalidLogits"
+"""Class of the error that ends a sequence alone: its logits are not numbers."""
+
+
+class AppliedStep:
+    """What one step brought, while its results are entered."""
+
+    __slots__ = ("inter_token_counts", "num_generated", "outputs")
+
+    def __init__(self) -> None:
+        self.outputs: list[SequenceOutput] = []
+        self.num_generated = 0
+        self.inter_token_counts: dict[int, int] = {}
+        """Time between two tokens of a sequence, in ns -> sequences. Sequences in step with each other share one."""
+
+    def note_token(self, inter_token_ns: int | None) -> None:
+        """Count one generated token."""
+        self.num_generated += 1
+        if inter_token_ns is not None:
+            self.inter_token_counts[inter_token_ns] = self.inter_token_counts.get(inter_token_ns, 0) + 1
+
+
+class StepDurations:
+    """Durations of a step's phases, in ns."""
+
+    __slots__ = ("apply_ns", "forward_ns", "sample_ns", "schedule_ns")
+
+    def __init__(self, schedule_ns: int, forward_ns: int, sample_ns: int, apply_ns: int) -> None:
+        self.schedule_ns = schedule_ns
+        self.forward_ns = forward_ns
+        self.sample_ns = sample_ns
+        self.apply_ns = apply_ns
+
+
+class Results:
+    """Enters the results of steps."""
+
+    def __init__(self, settings: EngineSettings, manager: BlockManager, lifecycle: Lifecycle) -> None:
+        self.settings = settings
+        self._manager = manager
+        self._lifecycle = lifecycle
+
+    def apply(self, scheduled: ScheduledStep, result: StepResult) -> AppliedStep:
+        """Enter the results of a step; return what goes to the callers."""
+        lifecycle = self._lifecycle
+        for chunk in scheduled.chunks:
+            sequence = chunk.sequence
+            if sequence.finish_reason is not None:
+                continue
+            request = sequence.request
+            lifecycle.note_computed(sequence, chunk.start, chunk.end)
+            self._manager.store_full(sequence.owner, sequence.chain, chunk.end, sequence.tokens)
+            if not request.has_forked:
+                lifecycle.fork_followers(request)
+            if request.resumed_ns is not None:
+                lifecycle.note_recovered(request)
+        applied = AppliedStep()
+        for row, sequence in enumerate(scheduled.sampled):
+            if sequence.finish_reason is None:
+                applied.outputs.append(self._apply_row(sequence, row, result, applied))
+        return applied
+
+    def _apply_row(self, sequence: Sequence, row: int, result: StepResult, applied: AppliedStep) -> SequenceOutput:
+        request = sequence.request
+        if row in result.errors:
+            self._lifecycle.finish_sequence(sequence, FinishReason.ERROR, INVALID_LOGITS)
+            return SequenceOutput(
+                request_id=request.request_id,
+                sequence=sequence.index,
+                finish_reason=FinishReason.ERROR,
+                error=result.errors[row],
+            )
+        token = result.token_ids[row]
+        logprobs = result.logprobs[row]
+        sequence.output_token_ids.append(token)
+        applied.note_token(self._lifecycle.note_token(sequence))
+        reason = self._finish_reason(sequence, token)
+        if reason is not None:
+            self._lifecycle.finish_sequence(sequence, reason)
+        return SequenceOutput(
+            request_id=request.request_id,
+            sequence=sequence.index,
+            token_ids=(token,),
+            logprobs=() if logprobs is None else (logprobs,),
+            finish_reason=reason,
+            is_stop_token=reason is FinishReason.STOP,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
+        params = sequence.request.sampling
+        num_generated = len(sequence.output_token_ids)
+        if num_generated > params.min_tokens and token in end_token_ids(params, self.settings.eos_token_ids):
+            return FinishReason.STOP
+        if num_generated >= params.max_tokens or sequence.num_tokens >= self.settings.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def completed_event(
+        self, scheduled: ScheduledStep, applied: AppliedStep, durations: StepDurations, waiting_for: dict[str, int]
+    ) -> StepCompleted:
+        """Return the event that closes a step, with the checksums of pool, tables and queues."""
+        pool, lifecycle = self._manager.pool, self._lifecycle
+        return StepCompleted(
+            durations.schedule_ns,
+            durations.forward_ns,
+            durations.sample_ns,
+            durations.apply_ns,
+            applied.num_generated,
+            scheduled.num_recomputed,
+            list(applied.inter_token_counts),
+            list(applied.inter_token_counts.values()),
+            pool.num_used,
+            pool.num_cached,
+            pool.num_empty,
+            pool.num_references,
+            len(lifecycle.running),
+            len(lifecycle.waiting) + len(lifecycle.arriving),
+            dict(waiting_for),
+        )

@@ -1,0 +1,196 @@
+"""Where an engine publishes its KV events: asked of the engine, or given.
+
+vLLM from 0.32 on tells it at `/kv_event_sources`, SGLang within `/server_info`. Addresses are those that the engine
+binds; a wildcard in them stands for the host at which the engine was asked.
+
+The sidecar only ever connects unless it is told to bind: if it bound an address on a guess, an engine that starts later
+could not.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvwatch.errors import ConfigError, KVWatchError
+from kvwatch.sources.endpoints import Target
+
+MAX_RANKS = 1_024
+MAX_PORT = 65_535
+
+_TCP = re.compile(r"tcp://(?P<host>\[[^\[\]\s]+\]|[^\[\]/\s]+):(?P<port>\d{1,5})", re.ASCII)
+_LOCAL = re.compile(r"(ipc|inproc)://\S+")
+_WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]", "[*]", ""})  # noqa: S104 - recognised, not bound
+
+
+class DiscoveryError(KVWatchError):
+    """An engine's answer does not say where it publishes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Discovered:
+    """What an engine says of itself."""
+
+    targets: tuple[Target, ...]
+    """One for each data-parallel rank that publishes, by rank; empty if the engine publishes nothing."""
+    model_name: str = ""
+
+
+def given_targets(
+    live: str, replay: str | None, *, url: str, num_ranks: int = 1, topic: str = "", is_bound: bool = False
+) -> tuple[Target, ...]:
+    """Return the targets of addresses that an operator gave: those of rank 0; rank r has the port + r.
+
+    Args:
+        live: Address of live events, such as `tcp://10.0.0.7:5557`.
+        replay: The same of replays.
+        url: Of the engine, whose host stands for a wildcard.
+        num_ranks: Data-parallel ranks.
+        topic: Prefix of the topics to be read; empty for all.
+        is_bound: Whether the sidecar binds `live`, since the engine connects to it.
+
+    Raises:
+        ConfigError: an address is malformed, or a rank's port lies beyond 65535.
+    """
+    host = host_of(url)
+    return tuple(
+        Target(
+            rank,
+            _of_rank(live, rank, None if is_bound else host),
+            None if replay is None else _of_rank(replay, rank, host),
+            topic,
+            is_bound,
+        )
+        for rank in range(num_ranks)
+    )
+
+
+def read_vllm_sources(body: bytes, *, url: str) -> tuple[Target, ...]:
+    """Return the targets of vLLM's answer: a list, or a map with the list as `sources`.
+
+    Raises:
+        DiscoveryError: it is no such answer.
+    """
+    found = _decode(body)
+    rows = found.get("sources") if isinstance(found, dict) else found
+    return _targets_of(rows, "data_parallel_rank", url)
+
+
+def read_sglang_info(body: bytes, *, url: str) -> Discovered:
+    """Return what SGLang's `/server_info` says: in the form of 0.5.22 and later, or by its configuration.
+
+    Raises:
+        DiscoveryError: it is no such answer.
+    """
+    found = _decode(body)
+    if not isinstance(found, dict):
+        raise DiscoveryError("the answer to /server_info is no map; is this an SGLang?")
+    name = found.get("served_model_name")
+    name = name if isinstance(name, str) else ""
+    rows = found.get("kv_event_sources")
+    if isinstance(rows, list) and rows:
+        return Discovered(_targets_of(rows, "dp_rank", url), name)
+    described = found.get("kv_events")
+    if isinstance(described, dict) and described:
+        return Discovered(_sglang_described(described, url), name)
+    return Discovered(_sglang_configured(found, url), name)
+
+
+def host_of(url: str) -> str:
+    """Return the host of a URL as an address has it: IPv6 in brackets."""
+    host = urlsplit(url).hostname or "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise DiscoveryError(f"the engine's answer of {len(body)} bytes is no JSON ({error})") from error
+
+
+def _targets_of(rows: object, rank_key: str, url: str) -> tuple[Target, ...]:
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or len(rows) > MAX_RANKS:
+        raise DiscoveryError("the engine's answer lists no sources of KV events")
+    host = host_of(url)
+    targets: dict[int, Target] = {}
+    for row in rows:
+        rank, live, replay, topic = (row.get(key) for key in (rank_key, "endpoint", "replay_endpoint", "topic"))
+        if not isinstance(live, str) or type(rank) not in (int, type(None)):
+            raise DiscoveryError(f"a source of KV events is told as rank {rank!r} at {live!r}")
+        try:
+            targets[rank or 0] = Target(
+                rank or 0,
+                _of_rank(live, 0, host),
+                _of_rank(replay, 0, host) if isinstance(replay, str) and replay else None,
+                topic if isinstance(topic, str) else "",
+            )
+        except ConfigError as error:
+            raise DiscoveryError(f"the engine tells an address that is none: {error}") from error
+    return tuple(targets[rank] for rank in sorted(targets))
+
+
+def _sglang_described(described: dict[str, Any], url: str) -> tuple[Target, ...]:
+    port, replay_port = described.get("endpoint_port_base"), described.get("replay_endpoint_port_base")
+    if described.get("publisher") != "zmq" or type(port) is not int:
+        return ()
+    host, topic = described.get("endpoint_host"), described.get("topic")
+    name = host if isinstance(host, str) else "*"
+    return _checked(
+        live=f"tcp://{name}:{port}",
+        replay=f"tcp://{name}:{replay_port}" if type(replay_port) is int else None,
+        url=url,
+        num_ranks=_num_ranks(described.get("dp_size")),
+        topic=topic if isinstance(topic, str) else "",
+    )
+
+
+def _sglang_configured(found: dict[str, Any], url: str) -> tuple[Target, ...]:
+    text = found.get("kv_events_config")
+    if not isinstance(text, str) or not text:
+        return ()
+    config = _decode(text.encode())
+    if not isinstance(config, dict) or config.get("publisher", "null") != "zmq":
+        return ()
+    replay, topic = config.get("replay_endpoint"), config.get("topic")
+    return _checked(
+        live=str(config.get("endpoint", "tcp://*:5557")),
+        replay=replay if isinstance(replay, str) and replay else None,
+        url=url,
+        num_ranks=_num_ranks(found.get("dp_size")),
+        topic=topic if isinstance(topic, str) else "",
+    )
+
+
+def _checked(*, live: str, replay: str | None, url: str, num_ranks: int, topic: str) -> tuple[Target, ...]:
+    try:
+        return given_targets(live, replay, url=url, num_ranks=num_ranks, topic=topic)
+    except ConfigError as error:
+        raise DiscoveryError(f"the engine tells an address that is none: {error}") from error
+
+
+def _num_ranks(value: object) -> int:
+    return value if isinstance(value, int) and 1 <= value <= MAX_RANKS else 1
+
+
+def _of_rank(address: str, rank: int, wildcard_host: str | None) -> str:
+    """Return an address with the rank added to its port, and a host for a wildcard (None keeps that)."""
+    if _LOCAL.fullmatch(address):
+        if rank:
+            raise ConfigError(f"{address!r} has no port to add rank {rank} to; give each rank a tcp:// address")
+        return address
+    match = _TCP.fullmatch(address)
+    if match is None:
+        raise ConfigError(f"{address!r} is no address of KV events; write tcp://HOST:PORT, ipc://PATH or inproc://NAME")
+    port = int(match["port"]) + rank
+    if not 0 < port <= MAX_PORT:
+        raise ConfigError(f"port {match['port']} plus rank {rank} is {port}; ports go from 1 to {MAX_PORT}")
+    host = match["host"]
+    if wildcard_host is not None and host in _WILDCARDS:
+        host = wildcard_host
+    return f"tcp://{host}:{port}"

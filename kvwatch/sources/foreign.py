@@ -1,0 +1,216 @@
+"""The source of a vLLM or an SGLang: finds its publishers and keeps following them, for ever.
+
+Discovery and the scraper of `/metrics` may fail as long as they like: what was found before is followed on. Addresses
+are asked for again while a rank is not connected, since a restarted engine may publish elsewhere.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from typing import Protocol
+
+import zmq.asyncio
+
+from kvwatch.errors import KVWatchError
+from kvwatch.ledger.view import HistogramSample, Sample
+from kvwatch.sources.complaints import Complaints
+from kvwatch.sources.discovery import Discovered
+from kvwatch.sources.endpoints import Target
+from kvwatch.sources.engine_http import EngineHTTP
+from kvwatch.sources.engines import EngineSpec
+from kvwatch.sources.foreign_rank import ForeignRank, RankObserver
+from kvwatch.sources.source import FOREIGN_FEEDS, Rank
+from kvwatch.telemetry.clock import SystemClock
+
+FIRST_RETRY_SECONDS = 0.5
+MAX_RETRY_SECONDS = 3.0
+"""An engine takes minutes to start; asking it this often costs nothing and finds it soon."""
+
+LOOK_AGAIN_SECONDS = 60.0
+"""While all ranks are connected."""
+
+Discover = Callable[[EngineHTTP], Awaitable[Discovered]]
+"""Asks an engine where it publishes. Raises KVWatchError."""
+
+
+class Scraper(Protocol):
+    """Reads an engine's `/metrics`."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the last scrape succeeded."""
+        ...
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model as the metrics say it; empty while it is not known."""
+        ...
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Scrape until `stop` is set."""
+        ...
+
+    def samples(self, dp_rank: int) -> Iterable[Sample | HistogramSample]:
+        """Return a rank's metrics. Any thread."""
+        ...
+
+    def capacity(self, dp_rank: int) -> int | None:
+        """Return the blocks of a rank's pool on the device; None while the engine has not said it."""
+        ...
+
+
+class ForeignSource:
+    """One engine of another make. Event loop only, but for properties and samples.
+
+    Args:
+        spec: The engine, as configured.
+        discover: Asks it where it publishes.
+        given: Where it publishes, as configured; nothing is asked then, but its name.
+        scraper: Reads its metrics.
+        make_observer: Makes what learns from a rank's transitions.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        discover: Discover,
+        *,
+        given: tuple[Target, ...] | None = None,
+        scraper: Scraper | None = None,
+        make_observer: Callable[[], RankObserver] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._discover = discover
+        self._given = given
+        self._scraper = scraper
+        self._make_observer = make_observer
+        self._clock = SystemClock()
+        self._complaints = Complaints(engine=spec.name)
+        self._ranks: dict[int, ForeignRank] = {}
+        self._is_reached = False
+        self._model_name = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+        return self._spec.name
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model; empty while it is not known."""
+        return self._model_name or (self._scraper.model_name if self._scraper is not None else "")
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the engine answers, or a publisher of it is connected."""
+        return self._is_reached_somehow() or any(rank.is_up() for rank in list(self._ranks.values()))
+
+    async def run(self, stop: asyncio.Event, on_rank: Callable[[Rank], None]) -> None:
+        """Follow the engine until `stop` is set."""
+        context = zmq.asyncio.Context()
+        http = EngineHTTP(self._spec)
+        scraping = None if self._scraper is None else asyncio.create_task(self._scrape(self._scraper, stop))
+        try:
+            if self._given is not None:
+                await self._follow(self._given, context, on_rank)
+            retry_seconds = FIRST_RETRY_SECONDS
+            while not stop.is_set():
+                was_found = await self._look(http, context, on_rank)
+                self._limit()
+                is_settled = was_found and all(rank.is_up() for rank in self._ranks.values())
+                await _pause(stop, LOOK_AGAIN_SECONDS if is_settled else retry_seconds)
+                retry_seconds = FIRST_RETRY_SECONDS if was_found else min(2 * retry_seconds, MAX_RETRY_SECONDS)
+        finally:
+            for rank in self._ranks.values():
+                await rank.stop()
+            if scraping is not None:
+                scraping.cancel()
+                await asyncio.gather(scraping, return_exceptions=True)
+            await http.close()
+            context.destroy(0)
+
+    # ------------------------------------------------------------ parts
+
+    async def _look(self, http: EngineHTTP, context: zmq.asyncio.Context, on_rank: Callable[[Rank], None]) -> bool:
+        """Ask the engine and follow what it says; return whether it answered."""
+        try:
+            found = await self._discover(http)
+        except KVWatchError as error:
+            self._is_reached = False
+            self._complaints.warn("an engine does not say where it publishes KV events; asking on", error=str(error))
+            if self._given is not None:
+                await self._follow(self._given, context, on_rank)
+            return False
+        except Exception as error:  # a defect: what was found before is followed on
+            self._complaints.warn("asking an engine failed", error=repr(error))
+            return False
+        self._is_reached = True
+        self._model_name = found.model_name or self._model_name
+        targets = found.targets if self._given is None else self._given
+        if not targets:
+            self._complaints.warn(
+                "an engine publishes no KV events: only its metrics are shown; start it with KV events, or name their "
+                "address with the option kv_events"
+            )
+            self._rank(0, on_rank)
+        await self._follow(targets, context, on_rank)
+        return True
+
+    async def _follow(
+        self, targets: Iterable[Target], context: zmq.asyncio.Context, on_rank: Callable[[Rank], None]
+    ) -> None:
+        for target in targets:
+            await self._rank(target.dp_rank, on_rank).follow(target, context)
+
+    def _rank(self, dp_rank: int, on_rank: Callable[[Rank], None]) -> ForeignRank:
+        known = self._ranks.get(dp_rank)
+        if known is not None:
+            return known
+        rank = ForeignRank(
+            dp_rank,
+            spec=self._spec,
+            clock=self._clock,
+            observer=None if self._make_observer is None else self._make_observer(),
+            is_reached=self._is_reached_somehow,
+        )
+        self._ranks[dp_rank] = rank
+        on_rank(
+            Rank(
+                dp_rank=dp_rank,
+                log=rank.log,
+                control=rank.control,
+                samples=lambda: self._samples(rank),
+                feeds=FOREIGN_FEEDS,
+                is_up=rank.is_up,
+            )
+        )
+        return rank
+
+    def _limit(self) -> None:
+        """Tell the mirrors what the engine's metrics say of its pools."""
+        for rank in self._ranks.values():
+            num_blocks = None if self._scraper is None else self._scraper.capacity(rank.dp_rank)
+            if num_blocks:
+                rank.mirror.limit("device", num_blocks)
+
+    def _samples(self, rank: ForeignRank) -> list[Sample | HistogramSample]:
+        scraped = () if self._scraper is None else self._scraper.samples(rank.dp_rank)
+        # What both know, such as the size of a block, the engine's own page says.
+        by_series = {(sample.metric, sample.labels): sample for sample in (*rank.samples(), *scraped)}
+        return list(by_series.values())
+
+    def _is_reached_somehow(self) -> bool:
+        return self._is_reached or (self._scraper is not None and self._scraper.is_up)
+
+    async def _scrape(self, scraper: Scraper, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            try:
+                await scraper.run(stop)
+            except Exception as error:  # a defect in what reads metrics must not cost the events
+                self._complaints.warn("reading an engine's metrics failed; trying again", error=repr(error))
+            await _pause(stop, MAX_RETRY_SECONDS)
+
+
+async def _pause(stop: asyncio.Event, seconds: float) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), seconds)

@@ -1,0 +1,16 @@
+"""What a stream of stores and removals tells beside counts.
+
+- ghosts.py     what was removed and came back: after how long, and how much more room would have kept it
+- prefixes.py   which blocks follow which: depth, fan-out, largest shared subtrees
+- observer.py   both for a rank, with the lag of its stream, as metrics
+- spread.py     a histogram that is filled by hand
+"""
+
+from kvwatch.sources.insight.observer import Insight
+
+__all__ = ["make_observer"]
+
+
+def make_observer() -> Insight:
+    """Return what learns from the transitions of one rank."""
+    return Insight()

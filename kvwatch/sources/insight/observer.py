@@ -1,0 +1,111 @@
+"""Everything that is learnt from the transitions of one rank, as metrics."""
+
+from collections.abc import Iterable, Sequence
+
+from kvwatch.ledger.view import HistogramSample, Sample
+from kvwatch.sources.insight.ghosts import Ghosts
+from kvwatch.sources.insight.prefixes import PrefixForest, Subtree
+from kvwatch.sources.insight.spread import Spread
+from kvwatch.telemetry import metrics as m
+
+NS = 1e-9
+MAX_PLACES = 64
+"""Pairs of tier and group of which prefixes are followed."""
+
+
+class Insight:
+    """Observer of a mirror. What changes it comes from one thread, with the mirror's lock held; reading on any."""
+
+    def __init__(self) -> None:
+        self._forests: dict[tuple[str, str], PrefixForest] = {}
+        self._ghosts: dict[tuple[str, str], Ghosts] = {}
+        self._away: dict[str, Spread] = {}
+        self._extra: dict[str, Spread] = {}
+        self._lag = Spread(m.SOURCE_LAG, ())
+
+    # ------------------------------------------------------------ what happens
+
+    def on_stored(
+        self,
+        tier: str,
+        group: str,
+        hashes: Sequence[bytes],
+        parent: bytes | None,
+        at_ns: int,
+        token_ids: list[list[int]] | None,  # noqa: ARG002 - tokens tell nothing that the chain does not
+    ) -> None:
+        """Hashes became resident."""
+        place = (tier, group)
+        if not self._knows(place):
+            return
+        self._forests[place].store(hashes, parent)
+        ghosts = self._ghosts[place]
+        if not len(ghosts):
+            return
+        for content in hashes:
+            found = ghosts.store(content, at_ns)
+            if found is not None:
+                self._away[tier].observe(found.away_ns * NS)
+                self._extra[tier].observe(found.num_extra_blocks)
+
+    def on_removed(
+        self,
+        tier: str,
+        group: str,
+        hashes: Sequence[bytes],
+        ages_ns: Sequence[int],  # noqa: ARG002 - the events tell them
+        at_ns: int,
+    ) -> None:
+        """The last copies of hashes are gone."""
+        place = (tier, group)
+        if not self._knows(place):
+            return
+        self._forests[place].remove(hashes)
+        ghosts = self._ghosts[place]
+        for content in hashes:
+            ghosts.remove(content, at_ns)
+
+    def on_cleared(self, tier: str, at_ns: int) -> None:  # noqa: ARG002 - part of the protocol
+        """Nothing is resident in a tier any more."""
+        for place, forest in self._forests.items():
+            if place[0] == tier:
+                forest.clear()
+                self._ghosts[place].clear()
+
+    def on_lag(self, lag_ns: int) -> None:
+        """A live batch came so long after it was made."""
+        self._lag.observe(max(0, lag_ns) * NS)
+
+    # ------------------------------------------------------------ what it says
+
+    def samples(self) -> Iterable[Sample | HistogramSample]:
+        """Return its metrics. Any thread."""
+        found: list[Sample | HistogramSample] = [self._lag.sample()]
+        for (tier, group), forest in list(self._forests.items()):
+            if forest.num_left_out:
+                continue  # not whole: too small a number would be no truth
+            found += [
+                Sample(m.KV_PREFIX_ROOTS, (tier, group), forest.num_roots),
+                Sample(m.KV_PREFIX_BRANCHES, (tier, group), forest.num_branches),
+                Sample(m.KV_PREFIX_FAN_OUT_MAX, (tier, group), forest.max_fan_out),
+                Sample(m.KV_PREFIX_DEPTH_MAX, (tier, group), forest.max_depth),
+            ]
+        found += [spread.sample() for spreads in (self._away, self._extra) for spread in list(spreads.values())]
+        return found
+
+    def largest_subtrees(self, tier: str, group: str, limit: int = 10) -> list[Subtree]:
+        """Return the prefixes that most resident blocks share; with the mirror's lock held. O(blocks)."""
+        forest = self._forests.get((tier, group))
+        return [] if forest is None else forest.largest_subtrees(limit)
+
+    def _knows(self, place: tuple[str, str]) -> bool:
+        """Whether a place is followed; it is from its first transition on."""
+        if place in self._forests:
+            return True
+        if len(self._forests) >= MAX_PLACES:
+            return False
+        self._forests[place], self._ghosts[place] = PrefixForest(), Ghosts()
+        tier = place[0]
+        self._away.setdefault(tier, Spread(m.KV_PREMATURE_EVICTION_AWAY, (tier,)))
+        self._extra.setdefault(tier, Spread(m.KV_PREMATURE_EVICTION_EXTRA, (tier,)))
+        return True
