@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from kvwatch.exporters.http_protocol import BoundedProtocol
 from kvwatch.sockets import bind, parse_address
 
 __all__ = ["Listener", "bind", "parse_address"]
@@ -58,7 +59,7 @@ class Listener:
             timeout_keep_alive=75,
             limit_concurrency=MAX_CONNECTIONS,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            http="h11",
+            http=BoundedProtocol,
             ws="none",
         )
         self._server = _Server(config)

@@ -41,6 +41,9 @@ STATE_COST_RATIO = 200
 
 NS_PER_SECOND = 1_000_000_000
 
+SILENCE_PART = 10
+"""A time without events, however long, takes at most a tenth of the seconds that a dump goes back to."""
+
 logger = structlog.get_logger(__name__)
 
 
@@ -232,10 +235,20 @@ class FlightRecorder:
 
 
 def _first_kept(slots: list[Slot], reach_ns: int) -> int:
-    """Return the place of the last state that is at least `reach_ns` old, else of the first state, else 0."""
-    states = [place for place, slot in enumerate(slots) if slot.info.kind is FrameKind.STATE]
-    if not states:
-        return 0
-    newest_ns = slots[-1].info.span.last_ns
-    old = [place for place in states if slots[place].info.span.last_ns <= newest_ns - reach_ns]
-    return old[-1] if old else states[0]
+    """Return the place of the last state that is at least `reach_ns` old, else of the first state, else 0.
+
+    A silence counts for a `SILENCE_PART` of that at most: what led to a stall is what a dump is wanted for.
+    """
+    silence_ns = reach_ns // SILENCE_PART
+    age_ns, first = 0, 0
+    newer_ns = slots[-1].info.span.last_ns if slots else 0
+    for place in reversed(range(len(slots))):
+        span = slots[place].info.span
+        age_ns += min(newer_ns - span.last_ns, silence_ns)
+        if slots[place].info.kind is FrameKind.STATE:
+            first = place
+            if age_ns >= reach_ns:
+                break
+        age_ns += min(span.last_ns - span.first_ns, silence_ns)
+        newer_ns = span.first_ns
+    return first

@@ -28,7 +28,7 @@ import msgspec
 from kvwatch.errors import RecordingError
 from kvwatch.recorder.frames import HEADER_BYTES, MAGIC, FrameInfo, FrameKind, FramePacker, Span, is_whole, read_info
 from kvwatch.recorder.header import RecordingHeader, encode_header
-from kvwatch.recorder.writer import safe_name
+from kvwatch.recorder.writer import CLOCK_SLACK_NS, safe_name
 
 RING_MAGIC = b"KVWRING1"
 RING_SUFFIX = ".kvring"
@@ -183,11 +183,19 @@ def ring_path(folder: Path, stem: str) -> Path:
 
 
 def remove_old_rings(folder: Path, stem: str, kept: int = KEPT_RINGS) -> None:
-    """Remove rings of ended processes with this stem, but for the newest `kept`. Never raises."""
-    pattern = re.compile(re.escape(safe_name(stem)) + r"-\d{8}T\d{6}\.\d{6}Z-\d+" + re.escape(RING_SUFFIX))
+    """Remove rings of ended processes with this stem, but for the newest `kept`. Never raises.
+
+    A name with a time that is still to come was given before the clock was put back: that ring is older than the rest.
+    """
+    pattern = re.compile(re.escape(safe_name(stem)) + r"-(\d{8}T\d{6})\.\d{6}Z-\d+" + re.escape(RING_SUFFIX))
+    now = time.strftime("%Y%m%dT%H%M%S", time.gmtime((time.time_ns() + CLOCK_SLACK_NS) // 10**9))
     with contextlib.suppress(OSError):
-        found = [path for path in folder.iterdir() if pattern.fullmatch(path.name) and not path.is_symlink()]
-        for path in sorted(found, reverse=True)[kept:]:
+        found = [
+            (named[1] <= now, path)
+            for path in folder.iterdir()
+            if (named := pattern.fullmatch(path.name)) and not path.is_symlink()
+        ]
+        for _, path in sorted(found, reverse=True)[kept:]:
             _remove_if_unused(path)
 
 

@@ -30,6 +30,9 @@ UNFINISHED_SUFFIX = ".part"
 FILE_LEVEL = 3
 """Compression of files; they are written by a thread of their own."""
 
+CLOCK_SLACK_NS = 60 * 10**9
+"""How far clocks of machines that share a folder may differ."""
+
 _OFFSET_BYTES = 8
 
 logger = structlog.get_logger(__name__)
@@ -147,8 +150,12 @@ class RecordingFolder:
         return self.folder / ("-".join(parts) + SUFFIX)
 
     def make_room(self, needed_bytes: int) -> None:
-        """Remove the oldest files until `needed_bytes` more are within the limit. A file that is written to stays."""
-        found = sorted(self._files(), key=lambda found: (found[1].st_mtime_ns, found[0].name))
+        """Remove the oldest files until `needed_bytes` more are within the limit. A file that is written to stays.
+
+        What has a time that is still to come was written before the clock was put back: it is older than the rest.
+        """
+        now_ns = time.time_ns() + CLOCK_SLACK_NS
+        found = sorted(self._files(), key=lambda it: (it[1].st_mtime_ns <= now_ns, it[1].st_mtime_ns, it[0].name))
         # What a killed process did not finish says nothing; what another one writes is locked and stays.
         files = [(path, stat) for path, stat in found if not (path.name.endswith(UNFINISHED_SUFFIX) and _remove(path))]
         total = sum(stat.st_size for _, stat in files) + needed_bytes

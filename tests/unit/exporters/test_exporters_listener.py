@@ -11,6 +11,8 @@ from naive_engine import ManualClock
 from starlette.testclient import TestClient
 
 from kvwatch.errors import ConfigError, ExporterError
+from kvwatch.exporters import http_protocol
+from kvwatch.exporters import listener as listener_module
 from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.exporters.listener import Listener, bind, parse_address
 from kvwatch.exporters.prometheus.asgi import MetricsApp, make_listener
@@ -136,6 +138,7 @@ async def serving() -> AsyncIterator[tuple[str, int]]:
     mirror = Mirror(clock)
     page = MetricsPage(ViewCollector(lambda: mirror.view, [], EngineIdentity("test")), clock)
     bound = bind("127.0.0.1:0", "--x")
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that who does not read is noticed
     host, port = bound.getsockname()
     stop = asyncio.Event()
     app = make_listener(MetricsApp(page), lambda: True, lambda: True)
@@ -160,6 +163,68 @@ def test_a_served_listener_answers_and_closes_its_port_when_it_stops() -> None:
 
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"",
+        b"GET /met",
+        b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /met",
+        b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 400,
+        b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    ],
+    ids=["silent", "half a request", "half a second request", "reads nothing of many", "reads nothing of one"],
+)
+def test_who_asks_or_reads_too_slowly_is_shown_out_and_others_are_served(
+    begin: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than 512 connections with half a request each shut out every scraper and /health, for ever."""
+    monkeypatch.setattr(http_protocol, "EXCHANGE_SECONDS", 0.3)
+    monkeypatch.setattr(http_protocol, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(listener_module, "MAX_CONNECTIONS", 5)
+
+    async def run() -> list[int]:
+        async with serving() as (host, port):
+            writers = []
+            for _ in range(8):
+                slow = socket.socket()
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                slow.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(slow, (host, port))
+                _, writer = await asyncio.open_connection(sock=slow, limit=16)
+                writer.write(begin)
+                writers.append(writer)
+            await asyncio.sleep(1.2)
+            async with httpx.AsyncClient(trust_env=False) as client:
+                found = [(await client.get(f"http://{host}:{port}/{path}")).status_code for path in ("health", "ready")]
+                await asyncio.sleep(0.5)  # between two requests a connection may rest
+                found.append((await client.get(f"http://{host}:{port}/metrics")).status_code)
+            for writer in writers:
+                writer.close()
+            return found
+
+    assert asyncio.run(run()) == [200, 200, 200]
+
+
+def test_more_connections_than_there_is_room_for_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "MAX_OPEN", 4)
+
+    async def run() -> list[bytes]:
+        async with serving() as (host, port):
+            streams = [await asyncio.open_connection(host, port) for _ in range(6)]
+            found = []
+            for reader, writer in streams:
+                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                try:
+                    found.append(await asyncio.wait_for(reader.read(12), 5))
+                except ConnectionError:
+                    found.append(b"")
+            for _, writer in streams:
+                writer.close()
+            return found
+
+    assert asyncio.run(run()) == [*[b"HTTP/1.1 200"] * 4, b"", b""]
 
 
 def test_a_huge_header_is_refused() -> None:

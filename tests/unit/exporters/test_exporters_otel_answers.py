@@ -38,6 +38,22 @@ def test_an_answer_that_comes_byte_by_byte_is_not_waited_for() -> None:
         assert time.monotonic() - begin < 4
 
 
+def test_headers_that_come_byte_by_byte_are_not_waited_for_and_nothing_counts_as_taken() -> None:
+    with babbling_collector(b"HTTP/1.1 200 OK\r\nX-Slow: ", b"x", 100, 0.1) as endpoint:
+        begin = time.monotonic()
+        assert not transport(endpoint).send_spans(())
+
+        assert time.monotonic() - begin < 4
+
+
+def test_interim_answers_without_end_are_not_waited_for() -> None:
+    with babbling_collector(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 100, 0.1) as endpoint:
+        begin = time.monotonic()
+        assert not transport(endpoint).send_spans(())
+
+        assert time.monotonic() - begin < 4
+
+
 def test_a_chunked_answer_is_read_as_well(caplog: pytest.LogCaptureFixture) -> None:
     with babbling_collector(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n0\r\n\r\n", 1, 0.0) as endpoint:
         assert transport(endpoint).send_spans(())

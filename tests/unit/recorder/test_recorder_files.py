@@ -6,6 +6,7 @@ import resource
 import shutil
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -245,6 +246,22 @@ def test_all_files_together_stay_below_the_limit_and_the_oldest_go_first(tmp_pat
         assert first.span.first_seq > 0
         assert ledger_at(last).differences(stage.core.snapshot()) == []
     assert other.exists()
+
+
+def test_files_written_while_the_clock_was_ahead_go_before_those_that_come_after(tmp_path: Path) -> None:
+    tomorrow = time.time() + 86_400
+    ahead = [tmp_path / f"test-20260101T000000Z-1-00000{number}.kvrec" for number in (1, 2, 3)]
+    for path in ahead:
+        path.write_bytes(b"x" * SMALL_FILES)
+        os.utime(path, (tomorrow, tomorrow))
+    stage = RecordingStage(recorder_settings(tmp_path, file_bytes=SMALL_FILES, record_bytes=8 * SMALL_FILES))
+    while stage.log.head < 4_000:
+        stage.run(30)
+        assert stage.part.flush()
+    stage.close()
+
+    assert not any(path.exists() for path in ahead)
+    assert len(record_files(tmp_path)) > 3
 
 
 @pytest.mark.usefixtures("quick_retry")

@@ -146,6 +146,25 @@ def test_a_dump_goes_back_as_far_as_it_was_told(tmp_path: Path) -> None:
         assert 0.3 <= seconds < 1.0
 
 
+def test_a_dump_after_a_long_stall_shows_what_came_before_it(tmp_path: Path) -> None:
+    stage = flight_stage(tmp_path, flight_seconds=0.5)
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        stage.run(3)
+        time.sleep(0.01)
+    silent_since_ns = stage.log.now_ns
+    time.sleep(1.2)
+    stage.run(1)
+
+    path = asked(stage, "admin").result(timeout=10)
+    stage.close()
+
+    with Recording(path) as recording:
+        assert recording.span is not None
+        assert (silent_since_ns - recording.span.first_ns) / SECOND > 0.35
+        assert check_states(recording, stage.snapshots, stage.random, 5) == 5
+
+
 def test_what_is_asked_for_too_often_is_refused_and_says_so(tmp_path: Path) -> None:
     stage = flight_stage(tmp_path)
     stage.run(5)
@@ -166,7 +185,8 @@ def test_without_a_flight_recorder_a_trigger_says_how_to_get_one(tmp_path: Path)
     stage.close()
 
 
-def test_a_burst_of_preemptions_is_written_out_once(tmp_path: Path) -> None:
+def test_a_burst_of_preemptions_is_written_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_module, "AUTOMATIC_DUMP_SECONDS", 1e9)  # slow machines need minutes for all this
     stage = flight_stage(tmp_path, burst=3)
     while sum(isinstance(event, ev.RequestPreempted) for event in _recorded(stage)) < 20:
         stage.run(50)

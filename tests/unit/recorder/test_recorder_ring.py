@@ -133,6 +133,18 @@ def test_a_ring_with_damage_anywhere_gives_whole_frames_or_a_named_error(
     assert found == [body for body in written if body in found]
 
 
+def test_rings_named_while_the_clock_was_ahead_go_before_those_that_came_after(tmp_path: Path) -> None:
+    ahead = [tmp_path / f"test-2{year}0101T000000.000000Z-1{RING_SUFFIX}" for year in (990, 991, 992)]
+    for path in ahead:
+        path.write_text("")
+    ring = make_ring(tmp_path)
+    ring.close()
+
+    remove_old_rings(tmp_path, "test", kept=2)
+
+    assert sorted(tmp_path.iterdir()) == sorted([ring.path, ahead[2]])
+
+
 def test_rings_of_ended_processes_are_kept_but_not_for_ever_and_those_in_use_always(tmp_path: Path) -> None:
     rings = [make_ring(tmp_path) for _ in range(6)]
     foreign = tmp_path / f"other-20260101T000000.000000Z-1{RING_SUFFIX}"

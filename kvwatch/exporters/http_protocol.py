@@ -1,0 +1,68 @@
+"""HTTP connections that end: whoever asks slowly, or does not read the answer, does not keep a place for ever.
+
+Uvicorn has a limit for the time between two requests, none for that within one. Without it, as many connections as are
+allowed, each with half a request, shut everybody else out.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+EXCHANGE_SECONDS = 20.0
+"""Time from the begin of a connection, or of a further request on it, until its answer has been read."""
+
+LOOK_SECONDS = 2.0
+"""How often a connection is looked at."""
+
+MAX_OPEN = 1024
+"""Connections beyond this are closed without an answer, so that descriptors are left for others."""
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection. The event loop's thread."""
+
+    _busy_since: float | None = None
+    """When the exchange under way began, as far as it was noticed; none between two of them."""
+    _look_task: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to watch the connection, or refuse it if there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > MAX_OPEN:
+            transport.abort()
+            return
+        self._busy_since = self.loop.time()
+        self._look_later()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop watching."""
+        if self._look_task is not None:
+            self._look_task.cancel()
+            self._look_task = None
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        """Note that an answer was written; it may still have to be read."""
+        self._busy_since = self.loop.time()
+        super().on_response_complete()
+
+    def _look_later(self) -> None:
+        self._look_task = self.loop.call_later(LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        now = self.loop.time()
+        if self._is_idle():
+            self._busy_since = None
+        elif self._busy_since is None:
+            self._busy_since = now
+        elif now - self._busy_since > EXCHANGE_SECONDS:
+            self.transport.abort()  # to close would wait for a reader who does not read
+            return
+        self._look_later()
+
+    def _is_idle(self) -> bool:
+        """Whether an answer was given and read, and no part of a further request has come."""
+        cycle: RequestResponseCycle | None = self.cycle  # uvicorn sets it with the first request
+        is_answered = cycle is not None and cycle.response_complete
+        return is_answered and not self.conn.trailing_data[0] and self.transport.get_write_buffer_size() == 0
