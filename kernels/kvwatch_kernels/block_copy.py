@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from kvwatch_kernels.cpu.copy import compiled_block_copy
-from kvwatch_kernels.dims import Int64Array, index_array
+from kvwatch_kernels.dims import Int64Array, check_written, index_array
 from kvwatch_kernels.errors import ShapeError
 from kvwatch_kernels.reference import reference_block_copy, reference_gather_blocks, reference_scatter_blocks
 
@@ -22,6 +22,7 @@ def block_copy(cache: Tensor, sources: Int64Array | Tensor, destinations: Int64A
         ShapeError: an argument breaks this contract; nothing was written.
     """
     _check_blocks("cache", cache)
+    check_written("cache", cache)
     from_blocks = _block_ids("sources", sources, cache)
     to_blocks = _block_ids("destinations", destinations, cache, len(from_blocks))
     if len(from_blocks) == 0:
@@ -76,6 +77,7 @@ def scatter_blocks(staging: Tensor, cache: Tensor, block_ids: Int64Array | Tenso
         ShapeError: an argument breaks this contract; nothing was written.
     """
     blocks = _check_staged(cache, block_ids, staging)
+    check_written("cache", cache)
     if len(np.unique(blocks)) != len(blocks):
         raise ShapeError(f"block_ids is {blocks.tolist()}: none may occur twice")
     if len(blocks) == 0:

@@ -36,6 +36,10 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 CACHE_DTYPES = (*FLOAT_DTYPES, *QUANTISED_LIMITS)
 
+FACTOR_LIMIT = 2.0**100
+"""Largest factor and bound of scores, and inverse of the smallest bound: kernels keep them, their inverses and small
+multiples of them in float32."""
+
 
 def index_array(
     name: str,
@@ -52,8 +56,10 @@ def index_array(
         shape: the shape that it must have; None where any length will do.
 
     Raises:
-        ShapeError: another dtype or shape, or not contiguous.
+        ShapeError: no array at all, another dtype or shape, or not contiguous.
     """
+    if not isinstance(value, np.ndarray | Tensor):
+        raise ShapeError(f"{name} is a {type(value).__name__}: must be a NumPy array or a CPU tensor")
     array = value.numpy(force=True) if isinstance(value, Tensor) else value
     if array.dtype != dtype:
         raise ShapeError(f"{name} has dtype {array.dtype}: must be {np.dtype(dtype)}")
@@ -229,3 +235,28 @@ def check_last_dim(name: str, tensor: Tensor) -> None:
     """
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ShapeError(f"{name} has stride {tensor.stride(-1)} in its last dim: must be 1 (Tensor.contiguous)")
+
+
+def check_eps(eps: float) -> None:
+    """Check what a norm adds to the mean of squares.
+
+    Raises:
+        ShapeError: negative, not finite or beyond float32.
+    """
+    if not 0 <= eps <= FACTOR_LIMIT:
+        raise ShapeError(f"eps is {eps}: must be from 0 to {FACTOR_LIMIT}")
+
+
+def check_written(name: str, tensor: Tensor) -> None:
+    """Check that no element of a tensor that is written stands for several places (`Tensor.expand`).
+
+    Args:
+        name: of the argument, for messages.
+        tensor: T[...], of any shape and dtype.
+
+    Raises:
+        ShapeError: a dim of more than one element has stride 0.
+    """
+    strides = tensor.stride()
+    if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)):
+        raise ShapeError(f"{name} has strides {list(strides)}, but is written: must be none 0 (Tensor.contiguous)")

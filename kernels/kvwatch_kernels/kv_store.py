@@ -4,7 +4,7 @@ from torch import Tensor
 
 from kvwatch_kernels.cpu.bf16 import COMPILED_DTYPES
 from kvwatch_kernels.cpu.store import compiled_kv_store
-from kvwatch_kernels.dims import Int64Array, check_cache, check_heads
+from kvwatch_kernels.dims import Int64Array, check_cache, check_heads, check_written
 from kvwatch_kernels.errors import ShapeError
 from kvwatch_kernels.reference import reference_kv_store
 from kvwatch_kernels.slots import SlotMapping, slots_of
@@ -38,6 +38,8 @@ def kv_store(
         ShapeError: an argument breaks this contract; nothing was written.
     """
     check_cache(key_cache, value_cache, key_scales, value_scales)
+    check_written("key_cache", key_cache)
+    check_written("value_cache", value_cache)
     check_heads("key", key, key_cache)
     check_heads("value", value, key_cache)
     num_kv_heads = key_cache.shape[1]

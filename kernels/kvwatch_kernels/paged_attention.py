@@ -1,6 +1,5 @@
 """Attention that reads keys and values in place through block tables."""
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -8,7 +7,16 @@ import torch
 from torch import Tensor
 
 from kvwatch_kernels.cpu.attention import CompiledAttention, has_compiled_attention
-from kvwatch_kernels.dims import FLOAT_DTYPES, Int32Array, check_cache, check_device, check_heads, index_array
+from kvwatch_kernels.dims import (
+    FACTOR_LIMIT,
+    FLOAT_DTYPES,
+    Int32Array,
+    check_cache,
+    check_device,
+    check_heads,
+    check_written,
+    index_array,
+)
 from kvwatch_kernels.errors import ShapeError
 from kvwatch_kernels.reference import reference_paged_attention
 
@@ -116,10 +124,7 @@ class AttentionBatch:
                 f"must be those that the batch was made for, {self._layout}"
             )
         _check_query(query, key_cache, out)
-        if sliding_window is not None and sliding_window < 1:
-            raise ShapeError(f"sliding_window is {sliding_window}: must be at least 1, or None to see everything")
-        if soft_cap is not None and not 0 < soft_cap < math.inf:
-            raise ShapeError(f"soft_cap is {soft_cap}: must be above 0 and finite, or None for no bound")
+        _check_scoring(scale, sliding_window, soft_cap)
         if alibi_slopes is not None:
             _check_slopes(alibi_slopes, query)
         if out is None:
@@ -191,11 +196,22 @@ def _check_query(query: Tensor, key_cache: Tensor, out: Tensor | None) -> None:
     if out is None:
         return
     check_heads("out", out, key_cache)
+    check_written("out", out)
     if out.shape != query.shape or out.dtype != query.dtype:
         raise ShapeError(
             f"out has shape {list(out.shape)}, query {list(query.shape)}; out has dtype {out.dtype}, "
             f"query {query.dtype}: must agree"
         )
+
+
+def _check_scoring(scale: float, sliding_window: int | None, soft_cap: float | None) -> None:
+    """Check the numbers that shape the scores."""
+    if not abs(scale) <= FACTOR_LIMIT:  # nor is NaN
+        raise ShapeError(f"scale is {scale}: must be from {-FACTOR_LIMIT} to {FACTOR_LIMIT}")
+    if sliding_window is not None and not 1 <= sliding_window < 2**31:
+        raise ShapeError(f"sliding_window is {sliding_window}: must be at least 1 and below {2**31}, or None for all")
+    if soft_cap is not None and not 1 / FACTOR_LIMIT <= soft_cap <= FACTOR_LIMIT:
+        raise ShapeError(f"soft_cap is {soft_cap}: must be from {1 / FACTOR_LIMIT} to {FACTOR_LIMIT}, or None")
 
 
 def _check_slopes(alibi_slopes: Tensor, query: Tensor) -> None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kvwatch_kernels.cpu.bf16 import COMPILED_DTYPES
 from kvwatch_kernels.cpu.rms_norm import compiled_rms_norm
-from kvwatch_kernels.dims import check_rows
+from kvwatch_kernels.dims import check_eps, check_rows, check_written
 from kvwatch_kernels.reference import reference_rms_norm
 
 
@@ -29,8 +29,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, added: Tensor | None = No
     """
     num_rows, width = check_rows("x", x, None, x)
     check_rows("weight", weight, (width,), x)
+    check_eps(eps)
     if added is not None:
         check_rows("added", added, (num_rows, width), x)
+        check_written("x", x)
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     if num_rows:
         is_compiled = x.device.type == "cpu" and x.dtype in COMPILED_DTYPES

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from kvwatch_kernels.cpu.bf16 import COMPILED_DTYPES
 from kvwatch_kernels.cpu.rotary import compiled_rotate_and_store
-from kvwatch_kernels.dims import Int64Array, check_cache, check_heads, check_rows
+from kvwatch_kernels.dims import Int64Array, check_cache, check_eps, check_heads, check_rows, check_written
 from kvwatch_kernels.errors import ShapeError
 from kvwatch_kernels.reference import reference_rotate_and_store
 from kvwatch_kernels.slots import SlotMapping, slots_of
@@ -51,7 +51,11 @@ def rotate_and_store(
         ShapeError: an argument breaks this contract; nothing was written.
     """
     check_cache(key_cache, value_cache, key_scales, value_scales)
+    check_written("key_cache", key_cache)
+    check_written("value_cache", value_cache)
     check_heads("qkv", qkv, key_cache)
+    check_written("qkv", qkv)
+    check_eps(eps)
     num_tokens, num_rows, head_dim = qkv.shape
     num_heads = num_rows - 2 * key_cache.shape[1]
     if num_heads < 1:

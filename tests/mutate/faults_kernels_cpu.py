@@ -64,6 +64,16 @@ KERNELS_CPU = (
         ),
     ),
     Fault(
+        name="old-scratch-shown",
+        stands_for="A row whose every score is -inf shows what the thread computed before.",
+        file=f"{CPU}/tiles.py",
+        old="total if total != np.float32(0.0) else np.float32(np.nan)",
+        new="total if total != np.float32(0.0) else np.float32(1.0)",
+        tests=(
+            f"{TESTS}/test_kernels_attention_isolation.py::test_where_every_score_is_minus_infinity_the_output_is_nan",
+        ),
+    ),
+    Fault(
         name="partial-block-begins-at-slot-0",
         stands_for="Off by one in a block: a tile that begins within a block reads it from its first slot.",
         file=f"{CPU}/packing.py",

@@ -15,6 +15,7 @@ from numba.core.typing.templates import signature
 
 from kvwatch_kernels.cpu.compiled import subroutine
 from kvwatch_kernels.cpu.elements import F32_POINTER, I32_POINTER
+from kvwatch_kernels.cpu.loops import rolled_range
 from kvwatch_kernels.cpu.memory import Pointer, prefetch
 from kvwatch_kernels.cpu.vectors import F32_LANES, I32_LANES, I64, LANES, Emitter, broadcast, emitted, emitted_for, fma
 
@@ -75,11 +76,11 @@ def _product(rows: int) -> Emitter:
             for place, value in zip(row_sums, starts, strict=True):
                 builder.store(value, place)
         load = _panel_loader(builder, panel, sig.args[2])
-        with cgutils.for_range(builder, depth) as loop:
-            weights = load(loop.index)
-            _emit_prefetch(builder, ahead, ahead_step, loop.index, _ROW_OF[sig.args[2]] // LANES)
+        with rolled_range(builder, depth) as step:
+            weights = load(step)
+            _emit_prefetch(builder, ahead, ahead_step, step, _ROW_OF[sig.args[2]] // LANES)
             for x_row, row_sums in zip(x_rows, sums, strict=True):
-                factor = broadcast(builder, builder.load(builder.gep(x_row, [loop.index])))
+                factor = broadcast(builder, builder.load(builder.gep(x_row, [step])))
                 for vector, place in zip(weights, row_sums, strict=True):
                     builder.store(fma(builder, factor, vector, builder.load(place)), place)
         for number, row_sums in zip(numbers, sums, strict=True):

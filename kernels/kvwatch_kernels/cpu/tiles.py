@@ -84,7 +84,7 @@ def load_queries(worker: Worker, tile: QueryTile) -> None:
 
 @subroutine
 def store_outputs(worker: Worker, tile: QueryTile) -> None:
-    """Divide each row's merged sums by its merged total and write it out; a row that saw nothing is zero."""
+    """Divide each row's merged sums by its merged total and write it out."""
     params, scratch = worker.params, worker.scratch
     base, num_bytes = read(params, OUT), read(params, QUERY_BYTES)
     token_stride, head_stride = read(params, OUT_TOKEN_STRIDE), read(params, OUT_HEAD_STRIDE)
@@ -100,9 +100,12 @@ def store_outputs(worker: Worker, tile: QueryTile) -> None:
 
 @subroutine
 def divide_row(sums: Pointer, total: float, head_dim: int, target: Pointer) -> None:
-    """Write `sums / total` as `head_dim` elements of the target's kind."""
+    """Write `sums / total` as `head_dim` elements of the target's kind.
+
+    A total of 0 means that all the row sees has a score of -inf. Then nothing was summed up, not even zeros: NaN.
+    """
     whole = head_dim // LANES * LANES
-    divisor = splat(total if total != np.float32(0.0) else np.float32(1.0))
+    divisor = splat(total if total != np.float32(0.0) else np.float32(np.nan))
     for offset in range(0, whole, LANES):
         store(advance(target, offset), load(advance(sums, offset)) / divisor)
     if whole < head_dim:

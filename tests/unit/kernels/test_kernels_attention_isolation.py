@@ -49,6 +49,22 @@ def test_a_token_that_left_the_window_has_no_effect(group: int, dtype: torch.dty
     assert out[:10].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_queries", "context_len"), [(1, 5), (1, 600), (40, 600)])
+def test_where_every_score_is_minus_infinity_the_output_is_nan(
+    num_queries: int, context_len: int, dtype: torch.dtype
+) -> None:
+    """As the softmax in the reference; what the threads' scratch held before must not show."""
+    sequence = dense_sequence(num_queries, context_len, dtype=dtype)
+    paged_batch([sequence]).attend()
+    sequence.query.fill_(1.0)
+    sequence.keys.fill_(-float("inf"))
+    batch = paged_batch([sequence])
+
+    assert batch.attend().isnan().all()
+    assert batch.attend_by_reference().isnan().all()
+
+
 def test_a_visible_nan_reaches_the_output() -> None:
     """Whoever samples must be able to tell that the numbers are broken."""
     sequence = dense_sequence(1, 300)
