@@ -16,7 +16,7 @@ from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.schema import Metric
 from kvwatch_engine.contracts.block import BlockHash
 from kvwatch_engine.contracts.errors import is_out_of_memory
-from kvwatch_engine.contracts.request import FinishReason
+from kvwatch_engine.contracts.request import FinishReason, Refusal
 from kvwatch_engine.contracts.step import StepInput, StepResult
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.resize import PreparedResize
@@ -255,9 +255,9 @@ class Oracle:
         self._complete()
         return applied
 
-    def _reject(self, call: Callable[..., Any], request_id: str, reason: str) -> None:
-        self.add(m.REQUESTS_REJECTED, 1, reason)
-        call(request_id, reason)
+    def _reject(self, call: Callable[..., Any], refusal: Refusal) -> None:
+        self.add(m.REQUESTS_REJECTED, 1, refusal.reason)
+        call(refusal)
 
     def _prepare_resize(self, call: Callable[..., Any], num_blocks: int) -> Any:
         try:

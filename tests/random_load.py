@@ -9,7 +9,7 @@ from metrics_oracle import Oracle
 from kvwatch.errors import ChangeFailed, ChangeRefused
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.telemetry.log import EventLog
-from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, RequestOrigin
+from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, Refusal, RequestOrigin
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.step import Int64Array, StepInput, StepResult
 from kvwatch_engine.scheduling.policy import worst_case_blocks
@@ -91,7 +91,7 @@ class RandomLoad:
         prompt = tuple(random.randint(0, 1) for _ in range(random.randint(1, 24)))
         settings = self.core.settings
         if worst_case_blocks(len(prompt), max_tokens, n, settings.block_size) > settings.num_blocks - 1:
-            self.core.reject(f"r{self.num_submitted}", "too_long")
+            self.core.reject(Refusal(f"r{self.num_submitted}", "too_long"))
             return
         origin = RequestOrigin(
             tenant=random.choice(["", "t1", "t2"]), adapter=random.choice(["", "", "some adapter"]), is_stream=True

@@ -11,17 +11,16 @@ import structlog
 
 from kvwatch.errors import ChangeRefused
 from kvwatch.telemetry.events import OutOfMemory, RequestRejected, StepFailed
-from kvwatch.telemetry.events.request import RejectionReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot, RequestState
 from kvwatch_engine.contracts.block import BlockHash
 from kvwatch_engine.contracts.cache import BlockMemory
 from kvwatch_engine.contracts.errors import is_out_of_memory
-from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, SequenceOutput
+from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, Refusal, SequenceOutput
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepExecutor, StepResult
 from kvwatch_engine.contracts.tiers import Tiers
-from kvwatch_engine.memory.block_hash import ExtraKey, HashChain, KeyTag, root_hash
+from kvwatch_engine.memory.block_hash import ExtraKey, HashChain, KeyTag, root_hash, salt_bytes
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import BlockPool
 from kvwatch_engine.resize import PoolResizer, PreparedResize
@@ -143,10 +142,22 @@ class EngineCore:
         if request is not None and 0 <= sequence < len(request.sequences):
             self.scheduler.lifecycle.finish_sequence(request.sequences[sequence], FinishReason.STOP)
 
-    def reject(self, request_id: str, reason: RejectionReason) -> None:
+    def reject(self, refusal: Refusal) -> None:
         """Report a request that was refused before it was added."""
         if self._log.active:
-            self._log.append(RequestRejected(request_id, reason))
+            origin = refusal.origin
+            self._log.append(
+                RequestRejected(
+                    refusal.request_id,
+                    refusal.reason,
+                    origin.operation,
+                    origin.trace_parent,
+                    origin.trace_state,
+                    origin.tenant,
+                    refusal.arrived_ns,
+                    refusal.refused_ns,
+                )
+            )
 
     def live_request_ids(self) -> list[str]:
         """Return the ids of all requests that have not ended."""
@@ -284,5 +295,5 @@ class EngineCore:
             ExtraKey(KeyTag.WEIGHTS, self.settings.weights_fingerprint.encode()),
         ]
         if cache_salt:
-            keys.append(ExtraKey(KeyTag.SALT, cache_salt.encode("utf-8", "surrogatepass")))
+            keys.append(ExtraKey(KeyTag.SALT, salt_bytes(cache_salt)))
         return root_hash(keys)

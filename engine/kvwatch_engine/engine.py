@@ -25,7 +25,14 @@ from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot
 from kvwatch_engine.contracts.cache import BlockMemory
 from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid, RequestRejected, rejection_reason
-from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, OutputListener, SequenceOutput
+from kvwatch_engine.contracts.request import (
+    FinishReason,
+    GenerationRequest,
+    OutputListener,
+    Refusal,
+    RequestOrigin,
+    SequenceOutput,
+)
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepExecutor
 from kvwatch_engine.contracts.tiers import Tiers
@@ -169,13 +176,17 @@ class Engine:
                 self._check_room(request)
                 self._pending[request.request_id] = request
         except RequestRejected as error:
-            self.note_rejection(request.request_id, rejection_reason(error))
+            self.note_rejection(request.request_id, rejection_reason(error), request.origin, queued_ns)
             raise
         self._inbox.put(lambda core: self._take_in(core, request, queued_ns))
 
-    def note_rejection(self, request_id: str, reason: RejectionReason) -> None:
+    def note_rejection(
+        self, request_id: str, reason: RejectionReason, origin: RequestOrigin, arrived_ns: int | None = None
+    ) -> None:
         """Count a request that was refused before `submit`; `submit` counts its own refusals."""
-        self._inbox.put(lambda core: core.reject(request_id, reason))
+        now = self._log.clock.monotonic_ns()
+        refusal = Refusal(request_id, reason, origin, now if arrived_ns is None else arrived_ns, now)
+        self._inbox.put(lambda core: core.reject(refusal))
 
     def abort(self, request_id: str) -> None:
         """End a request whatever its state and free its blocks. Unknown ids are ignored."""
@@ -278,7 +289,7 @@ class Engine:
 
     def _carry_out_commands(self, wait_seconds: float) -> None:
         """Carry out all commands in the inbox, waiting for the first one so long."""
-        if not self._core.has_work:
+        if not self._core.has_work or self._core.scheduler.is_on_hold:
             self._progress_ns = self._log.clock.monotonic_ns()
         try:
             command = self._await_command(wait_seconds) if wait_seconds else self._inbox.get_nowait()
@@ -352,7 +363,7 @@ class Engine:
     # ------------------------------------------------------------------ parts
 
     def _stuck_ns(self) -> int:
-        """Return the time since the step loop last made progress; 0 while it has nothing to do. Any thread."""
+        """Return the time since the step loop last made progress, or had nothing to do. Any thread."""
         progress_ns = self._progress_ns
         return 0 if self.num_live_requests == 0 else self._log.clock.monotonic_ns() - progress_ns
 

@@ -108,7 +108,8 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has 
 
 async def _refuse(_requests: object, context: grpc.aio.ServicerContext) -> None:
     message = (
-        f"a token is needed here and none that is known was sent; send the metadata {AUTHORIZATION}: {BEARER}TOKEN"
+        f"a token is needed here and none that is known was sent; send the metadata {AUTHORIZATION}: {BEARER}TOKEN "
+        "(kvwatch tail: --token-file)"
     )
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
 

@@ -1,6 +1,8 @@
 """KV events out: what a reader of the wire believes is resident is what the pool holds, exactly, whatever happened."""
 
+import dataclasses
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 import zmq
-from builders import NullModel, make_core, make_request, make_settings
+from builders import NullModel, make_core, make_request, make_settings, run_until_idle
 from kv_event_reader import TOPIC, KVEventReader, fetch_replay, read_live, wait_for
 
 from kvwatch.exporters.identity import EngineIdentity
@@ -19,6 +21,7 @@ from kvwatch.observatory import Observatory
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.block import BlockHash
 from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid
+from kvwatch_engine.contracts.request import Refusal
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.engine import Engine
 from kvwatch_engine.memory.block_hash import block_hash
@@ -152,6 +155,26 @@ def test_parents_and_tokens_on_the_wire_give_the_hash_that_they_name(stage: Call
     assert num_checked > 100
 
 
+def test_equal_salts_have_equal_marks_and_no_mark_is_the_salt(stage: Callable[..., Stage]) -> None:
+    """vllm#33304: a router that is told tokens alone sends requests to blocks that their salt keeps from them."""
+    it = stage(num_blocks=40)
+    it.catch_up()
+    for name, salt in (("a", "blue"), ("b", "red"), ("c", "blue"), ("d", "")):
+        request = make_request(name, [ord(name)] * 9, max_tokens=1)
+        it.core.add(dataclasses.replace(request, cache_salt=salt), it.log.clock.monotonic_ns())
+    run_until_idle(it.core)
+    it.catch_up()
+
+    blocks = it.reader.blocks["GPU", 0].values()
+    marks = {block.token_ids[0]: block.extra_keys for block in blocks if block.parent is None}
+    assert marks[ord("a")] == marks[ord("c")] != marks[ord("b")]
+    assert marks[ord("d")] is None
+    for mark in (marks[ord("a")], marks[ord("b")]):
+        assert mark is not None
+        assert [re.fullmatch(r"[0-9a-f]{32}", digest) is not None for digest in mark] == [True]
+    assert all(block.extra_keys is None for block in blocks if block.parent is not None)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_after_lost_events_readers_are_cleared_and_told_again_what_is_resident(
     stage: Callable[..., Stage], seed: int
@@ -183,7 +206,7 @@ def test_what_was_resident_before_the_loss_is_told_again_with_its_parent_and_tok
     assert len(before) == 5
 
     for _ in range(100):  # lost: nobody reads
-        it.core.reject("x", "invalid")
+        it.core.reject(Refusal("x", "invalid"))
     it.catch_up()
 
     assert it.collector.num_gaps == 1

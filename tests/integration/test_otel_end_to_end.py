@@ -65,6 +65,41 @@ def ask(observed: ObservedServer, client: httpx.Client, headers: dict[str, str] 
     return elapsed
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"messages": HI, "max_tokens": 100_000}, "too_long"),
+        ({"messages": HI, "temperature": 9}, "invalid"),
+        ({"messages": []}, "invalid"),
+    ],
+)
+def test_a_refused_request_has_a_span_of_its_callers_trace_that_says_why(
+    folder: Path, body: dict[str, object], reason: str
+) -> None:
+    with (
+        grpc_collector() as collected,
+        observed_server(folder, model(), collected.endpoint) as observed,
+        httpx.Client() as client,
+    ):
+        url, headers = f"{observed.server.url}/v1/chat/completions", {"x-kvwatch-tenant": "blue"}
+        began = time.time()
+        for flags in ("00", "01"):
+            headers["traceparent"] = f"00-{TRACE}-{SPAN}-{flags}"
+            assert client.post(url, json={"model": MODEL, **body}, headers=headers, timeout=60).status_code == 400
+        ended = time.time()
+        ask(observed, client)
+        wait_until(lambda: len(collected.roots) == 2, 10)
+
+        root = next(span for span in collected.roots if span.trace_id.hex() == TRACE)
+        found = attributes(root.attributes)
+        assert root.parent_span_id.hex() == SPAN
+        assert root.status.code == root.status.STATUS_CODE_ERROR
+        assert (found["error.type"], found["kvwatch.sampling.reason"]) == (reason, "parent")
+        assert (found["gen_ai.operation.name"], found["kvwatch.tenant"]) == ("chat", "blue")
+        assert began <= root.start_time_unix_nano / 1e9 <= root.end_time_unix_nano / 1e9 <= ended
+        assert not [span for span in collected.spans if span.parent_span_id == root.span_id]
+
+
 @pytest.mark.parametrize("collector", [grpc_collector, http_collector])
 def test_a_collector_receives_traces_and_metrics_over_either_protocol(
     folder: Path, collector: Callable[[], AbstractContextManager[Collected]]

@@ -6,9 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 from builders import NullModel, Recorder
-from openai_server import MODEL, RunningServer, arithmetic_server, byte_level_tokenizer, save_tokenizer
+from openai_server import MODEL, RunningServer, arithmetic_server, byte_level_tokenizer, save_tokenizer, wait_until
 
-from kvwatch.telemetry.events import RequestFinished, RequestQueued
+from kvwatch.telemetry.events import RequestFinished, RequestQueued, RequestRejected
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -18,6 +18,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder: Path = save_tokenizer(tmp_path_factory.mktemp("tokenizer"), byte_level_tokenizer())
     with arithmetic_server(folder, NullModel(401)) as running:
         yield running
+
+
+@pytest.mark.parametrize(("length", "told"), [(505, 512), (506, 0), (40_000, 0)])
+@pytest.mark.parametrize(("limit", "status"), [(3, 200), (10**9, 400)])
+def test_no_event_holds_a_tracestate_of_any_length(
+    server: RunningServer, length: int, told: int, limit: int, status: int
+) -> None:
+    recorder = Recorder(server.log)
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    answer = httpx.post(
+        f"{server.url}/v1/completions",
+        json={"model": MODEL, "prompt": "hi", "max_tokens": limit},
+        headers={"traceparent": trace, "tracestate": "vendor=" + "x" * length},
+        timeout=60,
+    )
+    assert answer.status_code == status
+    server.wait_idle()
+
+    kind = RequestQueued if status == 200 else RequestRejected
+    wait_until(lambda: any(isinstance(event, kind) for event in recorder.drain()), 5)
+    assert [len(event.trace_state) for event in recorder.events if isinstance(event, kind)] == [told]
 
 
 @pytest.mark.parametrize(

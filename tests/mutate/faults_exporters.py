@@ -13,8 +13,43 @@ SERIES = "tests/unit/exporters/test_exporters_series.py"
 ALIASES = "tests/unit/exporters/test_exporters_aliases.py"
 OPENMETRICS = "tests/unit/exporters/test_exporters_openmetrics.py"
 WRITER = "tests/unit/exporters/test_exporters_writer.py"
+LISTENER = "tests/unit/exporters/test_exporters_listener.py"
+ANSWERS = "tests/unit/exporters/test_exporters_otel_answers.py"
+FLIGHT = "tests/unit/recorder/test_recorder_flight.py"
 
 EXPORTERS = (
+    Fault(
+        name="half-a-request-for-ever",
+        stands_for="Connections with half a request each keep their places, and every scraper and probe out.",
+        file="kvwatch/exporters/listener.py",
+        old="http=BoundedProtocol,",
+        new='http="h11",',
+        tests=(LISTENER,),
+    ),
+    Fault(
+        name="headers-that-never-end",
+        stands_for="A collector that sends its headers byte by byte holds its sender for hours.",
+        file="kvwatch/exporters/otel/http_session.py",
+        old='manager.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}',
+        new="",
+        tests=(ANSWERS,),
+    ),
+    Fault(
+        name="dump-of-the-silence",
+        stands_for="The flight recorder's dump of a stall shows the stall and nothing of what led to it.",
+        file="kvwatch/recorder/flight.py",
+        old="    silence_ns = reach_ns // SILENCE_PART\n",
+        new="    silence_ns = 10 * reach_ns\n",
+        tests=(FLIGHT,),
+    ),
+    Fault(
+        name="salt-without-a-mark",
+        stands_for="Routers are told the tokens of salted blocks and send everybody to them.",
+        file="kvwatch/exporters/kv_events/translator.py",
+        old='keys = tuple(filter(None, (adapter, salt if is_first else "")))',
+        new="keys = tuple(filter(None, (adapter,)))",
+        tests=(KV_EVENTS,),
+    ),
     Fault(
         name="removed-while-a-copy-is-there",
         stands_for="O44: every copy of a hash that is evicted is told as the end of the hash.",
@@ -43,7 +78,7 @@ EXPORTERS = (
         name="clear-with-every-request",
         stands_for="O50: everything is cleared again and again.",
         file="kvwatch/exporters/kv_events/translator.py",
-        old="            RequestQueued: self._note_adapter,",
+        old="            RequestQueued: self._note_origin,",
         new="            RequestQueued: lambda _event: [AllBlocksCleared()],",
         tests=(STREAM,),
     ),

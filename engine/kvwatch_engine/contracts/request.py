@@ -59,6 +59,19 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that was refused before it was queued."""
+
+    request_id: str
+    reason: RejectionReason
+    origin: RequestOrigin = RequestOrigin()
+    arrived_ns: int = 0
+    """Monotonic time at which it arrived; 0 if that is not known."""
+    refused_ns: int = 0
+    """Monotonic time at which it was refused; 0 if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Log-probability of one token."""
 
@@ -121,8 +134,17 @@ class EngineClient(Protocol):
         """
         ...
 
-    def note_rejection(self, request_id: str, reason: RejectionReason) -> None:
-        """Count a request that the server refused before `submit`, which counts its own refusals."""
+    def note_rejection(
+        self, request_id: str, reason: RejectionReason, origin: RequestOrigin, arrived_ns: int | None = None
+    ) -> None:
+        """Count a request that the server refused before `submit`, which counts its own refusals.
+
+        Args:
+            request_id: the request.
+            reason: why it was refused.
+            origin: where it comes from.
+            arrived_ns: monotonic time at which it arrived; now by default.
+        """
         ...
 
     def max_new_tokens(self, num_prompt_tokens: int, n: int) -> int:

@@ -42,6 +42,19 @@ def root_hash(keys: Iterable[ExtraKey]) -> BlockHash:
     return BlockHash(sha256(b"kvwatch.block.v1" + b"".join(key.encode() for key in keys)).digest())
 
 
+def salt_digest(cache_salt: str) -> str:
+    """Return what telemetry may call a cache salt: 32 hexadecimal digits; empty for none.
+
+    Not the salt itself, which whoever knows it may use.
+    """
+    return sha256(b"kvwatch.salt.v1" + salt_bytes(cache_salt)).hexdigest()[:32] if cache_salt else ""
+
+
+def salt_bytes(cache_salt: str) -> bytes:
+    """Return a cache salt as bytes, whatever text it is."""
+    return cache_salt.encode("utf-8", "surrogatepass")
+
+
 @cache
 def _token_packer(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}q")

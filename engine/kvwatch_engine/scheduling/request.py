@@ -123,11 +123,13 @@ class Request:
     __slots__ = (
         "admitted_ns",
         "arrival",
+        "cache_salt",
         "deadline_ns",
         "error",
         "first_token_ns",
         "has_forked",
         "hits",
+        "is_restorable",
         "last_token_ns",
         "num_cached_tokens",
         "num_failed_allocations",
@@ -175,6 +177,7 @@ class Request:
         self.prompt_token_ids = source.prompt_token_ids
         self.sampling: SamplingParams = source.sampling
         self.origin = source.origin
+        self.cache_salt = source.cache_salt
         self.arrival = arrival
         """Its number in the order of arrival."""
         self.priority = source.priority
@@ -194,6 +197,8 @@ class Request:
         self.wait_reason: WaitReason | None = None
         self.transfer: TransferKind | None = None
         """The transfer of its blocks that is in flight."""
+        self.is_restorable = True
+        """Whether tiers behind the device are asked for its prefix; not after they took too long."""
         self.hits = PrefixHits()
         """What was found at the last admission that looked for a prefix."""
         self.num_failed_allocations = 0

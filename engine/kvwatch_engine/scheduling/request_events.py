@@ -2,6 +2,7 @@
 
 from kvwatch.telemetry.events import RequestAdmitted, RequestFinished, RequestQueued
 from kvwatch_engine.contracts.request import FinishReason
+from kvwatch_engine.memory.block_hash import salt_digest
 from kvwatch_engine.scheduling.request import Request
 
 _SEVERITY = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.LENGTH, FinishReason.STOP)
@@ -27,6 +28,7 @@ def queued_event(request: Request) -> RequestQueued:
         sampling.top_k,
         sampling.seed,
         request.priority,
+        salt_digest(request.cache_salt),
     )
 
 

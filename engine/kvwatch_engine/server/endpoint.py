@@ -19,7 +19,6 @@ from kvwatch_engine.server.generation import Generations, Run
 from kvwatch_engine.server.planning import Planner
 from kvwatch_engine.server.request_log import RequestRecord, record_of
 from kvwatch_engine.server.settings import ServerSettings
-from kvwatch_engine.server.shapes import Plan
 from kvwatch_engine.server.streaming import stream_answer
 
 TENANT_HEADER = "x-kvwatch-tenant"
@@ -48,16 +47,17 @@ class GenerationEndpoint:
             ClientGone: there is nobody to answer.
         """
         record = record_of(scope)
+        origin = self._origin(record, Headers(scope=scope))
         with ExitStack() as running:
             try:
                 body = await self._drain.unless_draining(read_body(Request(scope, receive), self._settings))
                 plan = await self._planner.plan(body)
                 running.enter_context(self._drain.running())
             except (RequestRejected, ApiError) as error:
-                self._generations.note_rejection(record.request_id, error)
+                self._generations.note_rejection(record.request_id, error, origin, round(record.begin * 1e9))
                 raise
             record.answer_id, record.is_stream = plan.job.id, plan.is_stream
-            job = replace(plan.job, origin=self._origin(plan, record, Headers(scope=scope)))
+            job = replace(plan.job, origin=replace(origin, is_stream=plan.is_stream))
             async with self._generations.start(job, receive) as run:
                 try:
                     if plan.is_stream:
@@ -69,10 +69,9 @@ class GenerationEndpoint:
             answer = msgspec.json.encode(plan.shape.answer(choices, run.usage()))
             await Response(answer, media_type="application/json")(scope, receive, send)
 
-    def _origin(self, plan: Plan, record: RequestRecord, headers: Headers) -> RequestOrigin:
+    def _origin(self, record: RequestRecord, headers: Headers) -> RequestOrigin:
         return RequestOrigin(
             operation=self._planner.operation,
-            is_stream=plan.is_stream,
             trace_parent=record.trace.to_trace_parent(),
             trace_state=record.trace_state,
             tenant=_utf8(headers.get(TENANT_HEADER, ""))[:MAX_TENANT_CHARS],

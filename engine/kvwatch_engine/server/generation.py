@@ -130,9 +130,9 @@ class Generations:
         self._tokenizer = tokenizer
         self._settings = settings
 
-    def note_rejection(self, request_id: str, error: Exception) -> None:
-        """Count a request that was refused before it became a job."""
-        self._engine.note_rejection(request_id, rejection_reason(error))
+    def note_rejection(self, request_id: str, error: Exception, origin: RequestOrigin, arrived_ns: int) -> None:
+        """Count a request that was refused before it became a job. It arrived at that monotonic time in ns."""
+        self._engine.note_rejection(request_id, rejection_reason(error), origin, arrived_ns)
 
     @asynccontextmanager
     async def start(self, job: Job, receive: Receive) -> AsyncIterator[Run]:

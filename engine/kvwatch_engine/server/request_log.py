@@ -22,6 +22,8 @@ from kvwatch_engine.server.protocol.reply import Usage
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that hung up; in the log only."""
+MAX_STATE_CHARS = 512
+"""Longest `tracestate` that is passed on, which the W3C asks for; tens of thousands of events are kept in memory."""
 _RECORD = "kvwatch.record"
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _QUIET_PATHS = ("/health", "/ready", "/metrics")
@@ -114,7 +116,10 @@ def _trace(scope: Scope) -> tuple[TraceContext, str]:
     headers = Headers(scope=scope)
     given = headers.getlist("traceparent")
     trace = read_trace_parent(given[0]) if len(given) == 1 else None
-    return (trace, ",".join(headers.getlist("tracestate"))) if trace is not None else (begin_trace(), "")
+    if trace is None:
+        return begin_trace(), ""
+    state = ",".join(headers.getlist("tracestate"))
+    return trace, state if len(state) <= MAX_STATE_CHARS else ""
 
 
 def _naming(send: Send, record: RequestRecord) -> Send:

@@ -54,8 +54,8 @@ class Translator:
         self._held: dict[Place, Key] = {}
         """What each block holds."""
         self._num_holders: dict[Key, int] = {}
-        self._adapters: dict[str, str] = {}
-        """Adapter of each live request that has one."""
+        self._origins: dict[str, tuple[str, str]] = {}
+        """Adapter and digest of the salt of each live request that has one of them."""
         self._block_size = 0
         self.residency = Residency()
         """What a reader of everything published knows to be resident."""
@@ -65,8 +65,8 @@ class Translator:
             CacheCleared: self._clear,
             BlocksRelocated: self._relocate,
             EngineEnded: self._end,
-            RequestQueued: self._note_adapter,
-            RequestFinished: self._forget_adapter,
+            RequestQueued: self._note_origin,
+            RequestFinished: self._forget_origin,
         }
 
     def load(self, snapshot: EngineSnapshot) -> list[WireEvent]:
@@ -87,7 +87,7 @@ class Translator:
                     self._hold((tier.tier, "0", block), key)
                     self.residency.add(key, before.get(key) or unknown)
         live = {request.request for request in snapshot.requests}
-        self._adapters = {request: name for request, name in self._adapters.items() if request in live}
+        self._origins = {request: origin for request, origin in self._origins.items() if request in live}
         return [AllBlocksCleared(), *self.residency.events(MAX_BLOCKS_PER_EVENT)]
 
     def apply(self, event: Event) -> list[WireEvent]:
@@ -148,13 +148,13 @@ class Translator:
         self.residency.clear()
         return [AllBlocksCleared()]
 
-    def _note_adapter(self, event: RequestQueued) -> list[WireEvent]:
-        if event.adapter:
-            self._adapters[event.request] = event.adapter
+    def _note_origin(self, event: RequestQueued) -> list[WireEvent]:
+        if event.adapter or event.salt:
+            self._origins[event.request] = (event.adapter, event.salt)
         return []
 
-    def _forget_adapter(self, event: RequestFinished) -> list[WireEvent]:
-        self._adapters.pop(event.request, None)
+    def _forget_origin(self, event: RequestFinished) -> list[WireEvent]:
+        self._origins.pop(event.request, None)
         return []
 
     # ------------------------------------------------------------ parts
@@ -164,8 +164,10 @@ class Translator:
 
     def _content(self, event: BlocksStored, index: int, parent: WireHash | None) -> Content:
         tokens = packed(event.token_ids[index]) if event.token_ids is not None else ()
-        adapter = self._adapters.get(event.request)
-        return Content(self._block_size, parent, tokens, adapter, (adapter,) if adapter else ())
+        adapter, salt = self._origins.get(event.request, ("", ""))
+        is_first = event.first_index + index == 0  # a salt marks the first block, as in vLLM: the others follow from it
+        keys = tuple(filter(None, (adapter, salt if is_first else "")))
+        return Content(self._block_size, parent, tokens, adapter or None, keys)
 
     def _remove(self, keys: list[Key]) -> list[WireEvent]:
         for key in keys:

@@ -7,7 +7,7 @@ over, whole, when the request has ended. A step costs it nothing for requests th
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvwatch.exporters.otel.request_trace import Happening, RequestTrace
+from kvwatch.exporters.otel.request_trace import Happening, RefusedTrace, RequestTrace
 from kvwatch.exporters.otel.sampling import Sampler
 from kvwatch.telemetry import events as ev
 from kvwatch.telemetry.schema import Event
@@ -21,11 +21,18 @@ class TraceAssembler:
     Args:
         sampler: Decides which traces are exported.
         finish: Is given every request that has ended, exported or not (`chosen` says so).
+        refuse: Is given every request that was refused and whose trace is to be exported.
     """
 
-    def __init__(self, sampler: Sampler, finish: Callable[[RequestTrace], None]) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        finish: Callable[[RequestTrace], None],
+        refuse: Callable[[RefusedTrace], None] = lambda _: None,
+    ) -> None:
         self._sampler = sampler
         self._finish = finish
+        self._refuse = refuse
         self._live: dict[str, RequestTrace] = {}
         self._computing: dict[str, RequestTrace] = {}
         """Requests with pending tokens: their next step has a chunk worth a span."""
@@ -77,6 +84,7 @@ class TraceAssembler:
     def _make_handlers(self) -> dict[type[Event], Callable[[Any], None]]:
         return {
             ev.RequestQueued: self._queued,
+            ev.RequestRejected: self._rejected,
             ev.RequestAdmitted: self._admitted,
             ev.FirstToken: self._first_token,
             ev.RequestPreempted: self._preempted,
@@ -97,6 +105,13 @@ class TraceAssembler:
         trace.queued = event
         trace.enter("queue", event.queued_ns)
         self._live[event.request] = trace
+
+    def _rejected(self, event: ev.RequestRejected) -> None:
+        # Not kept for having failed: an overload refuses thousands, and would push out the traces that explain it.
+        context = read_trace_parent(event.trace_parent, may_begin=True) or begin_trace()
+        chosen = self._sampler.first(context)
+        if chosen is not None:
+            self._refuse(RefusedTrace(event, context, chosen))
 
     def _admitted(self, event: ev.RequestAdmitted) -> None:
         trace = self._live.get(event.request)

@@ -28,7 +28,7 @@ from kvwatch.exporters.otel.assembler import TraceAssembler
 from kvwatch.exporters.otel.genai import GenAiHistograms
 from kvwatch.exporters.otel.log_lines import LineHandler, LogEncoder
 from kvwatch.exporters.otel.metrics import MetricsEncoder, Reading
-from kvwatch.exporters.otel.request_trace import RequestTrace
+from kvwatch.exporters.otel.request_trace import RefusedTrace, RequestTrace
 from kvwatch.exporters.otel.sampling import Sampler
 from kvwatch.exporters.otel.sender import Sender
 from kvwatch.exporters.otel.settings import Endpoint, OtelSettings, parse_endpoint, parse_headers
@@ -93,7 +93,9 @@ class OtelPart:
         self._histograms = GenAiHistograms(identity.model_name, server)
         self._metrics_encoder = MetricsEncoder(resource, identity, clock.wall_ns())
         self._log_encoder = LogEncoder(resource)
-        self._assembler = TraceAssembler(Sampler(settings.trace_ratio, settings.slow_seconds), self._finish)
+        self._assembler = TraceAssembler(
+            Sampler(settings.trace_ratio, settings.slow_seconds), self._finish, self._refuse
+        )
         self._begin_unix_ns = clock.wall_ns()
         self._reasons = FailureReasons()
         self._transport = self._make_transport()
@@ -154,6 +156,9 @@ class OtelPart:
         self._histograms.count(trace)
         if trace.chosen is not None:
             self._spans.put(self._builder.build(trace, self._offset_ns()))
+
+    def _refuse(self, trace: RefusedTrace) -> None:
+        self._spans.put(self._builder.build_refused(trace, self._offset_ns()))
 
     def _report_long_running(self) -> None:
         now_ns, threshold_ns = self._clock.monotonic_ns(), round(self._settings.long_running_seconds * 1e9)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvwatch.exporters.otel.sampling import Reason
-from kvwatch.telemetry.events import RequestFinished, RequestQueued
+from kvwatch.telemetry.events import RequestFinished, RequestQueued, RequestRejected
 from kvwatch.telemetry.trace_context import TraceContext
 
 MAX_PHASES = 64
@@ -61,6 +61,21 @@ class Happening:
     """Trace of the beneficiary; none if that is unknown or the request itself."""
 
 
+def new_span_id() -> str:
+    """Return a span id that no other span has."""
+    return f"{random.getrandbits(64) or 1:016x}"
+
+
+@dataclass(slots=True)
+class RefusedTrace:
+    """A request that never got as far as the queue."""
+
+    rejected: RequestRejected
+    context: TraceContext
+    chosen: Reason
+    """Why it is exported."""
+
+
 class RequestTrace:
     """One request. Observatory thread only."""
 
@@ -102,7 +117,7 @@ class RequestTrace:
         self.context = context
         self.chosen = chosen
         """Why it will be exported; None while nothing speaks for it."""
-        self.span_id = f"{random.getrandbits(64) or 1:016x}"
+        self.span_id = new_span_id()
         """Id of its SERVER span, known from the beginning so that others can link to it."""
         self.queued: RequestQueued | None = None
         self.finished: RequestFinished | None = None

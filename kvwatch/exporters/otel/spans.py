@@ -29,11 +29,20 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from opentelemetry.util.types import AttributeValue
 
 from kvwatch import __version__
-from kvwatch.exporters.otel.request_trace import PHASES, Chunk, Happening, Phase, RequestTrace
+from kvwatch.exporters.otel.request_trace import (
+    PHASES,
+    Chunk,
+    Happening,
+    Phase,
+    RefusedTrace,
+    RequestTrace,
+    new_span_id,
+)
 from kvwatch.exporters.otel.text import clean
 from kvwatch.telemetry import metrics
 from kvwatch.telemetry.events import RequestFinished, RequestQueued
 from kvwatch.telemetry.schema import Metric
+from kvwatch.telemetry.trace_context import TraceContext
 
 PROVIDER = "kvwatch"
 """`gen_ai.provider.name`: who runs the model."""
@@ -81,15 +90,12 @@ class SpanBuilder:
         """Return the spans of a request that has ended; the SERVER span comes first."""
         finished, queued = trace.finished, trace.queued
         assert finished is not None, "only what has ended has spans"
-        family = _Family(self._resource, trace, wall_minus_monotonic_ns)
+        family = _Family(self._resource, trace.context, _state(trace), trace.span_id, wall_minus_monotonic_ns)
         operation = operation_of(trace)
         is_failed = finished.reason in ("error", "deadline")
         attributes: Attributes = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": PROVIDER,
-            "gen_ai.request.model": self._model_name,
+            **self._subject(operation),
             "gen_ai.response.model": self._model_name,
-            **self._server,
             **(_parameters(queued) if queued is not None else {}),
             **_outcome(trace, finished),
             **_kv(trace, finished),
@@ -97,7 +103,7 @@ class SpanBuilder:
         root = ReadableSpan(
             f"{operation} {self._model_name}",
             family.context(trace.span_id),
-            _caller(trace),
+            _caller(trace.context),
             self._resource,
             attributes,
             [family.event(happening) for happening in trace.happenings],
@@ -117,6 +123,43 @@ class SpanBuilder:
             observations=tuple(_observations(trace, finished)),
         )
 
+    def build_refused(self, trace: RefusedTrace, wall_minus_monotonic_ns: int) -> FinishedTrace:
+        """Return the one span of a request that was refused: it had no phases."""
+        event, context = trace.rejected, trace.context
+        span_id = new_span_id()
+        state = read_state(event.trace_state) if context.parent_id else _NO_STATE
+        family = _Family(self._resource, context, state, span_id, wall_minus_monotonic_ns)
+        attributes: Attributes = {
+            **self._subject(event.operation),
+            "kvwatch.request.id": clean(event.request),
+            "kvwatch.sampling.reason": trace.chosen,
+            "error.type": event.reason,
+        }
+        if event.tenant:
+            attributes["kvwatch.tenant"] = clean(event.tenant)
+        refused_ns = event.refused_ns or event.time_ns
+        root = ReadableSpan(
+            f"{event.operation} {self._model_name}",
+            family.context(span_id),
+            _caller(context),
+            self._resource,
+            attributes,
+            kind=SpanKind.SERVER,
+            status=Status(StatusCode.ERROR, "refused"),
+            start_time=(event.arrived_ns or refused_ns) + family.offset_ns,
+            end_time=refused_ns + family.offset_ns,
+            instrumentation_scope=SCOPE,
+        )
+        return FinishedTrace((root,), context.trace_id, span_id, (refused_ns + family.offset_ns) / 1e9, ())
+
+    def _subject(self, operation: str) -> Attributes:
+        return {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": self._model_name,
+            **self._server,
+        }
+
 
 def operation_of(trace: RequestTrace) -> str:
     """Return `gen_ai.operation.name`; that of a request whose beginning was missed is the plainer one."""
@@ -133,11 +176,13 @@ def error_type_of(finished: RequestFinished) -> str | None:
 class _Family:
     """What the spans of one request have in common."""
 
-    def __init__(self, resource: Resource, trace: RequestTrace, offset_ns: int) -> None:
+    def __init__(
+        self, resource: Resource, context: TraceContext, state: TraceState, span_id: str, offset_ns: int
+    ) -> None:
         self._resource = resource
-        self._trace_id = int(trace.context.trace_id, 16)
-        self._state = _state(trace)
-        self._root = self.context(trace.span_id)
+        self._trace_id = int(context.trace_id, 16)
+        self._state = state
+        self._root = self.context(span_id)
         self.offset_ns = offset_ns
 
     def context(self, span_id: str | None = None) -> SpanContext:
@@ -177,8 +222,7 @@ class _Family:
         )
 
 
-def _caller(trace: RequestTrace) -> SpanContext | None:
-    caller = trace.context
+def _caller(caller: TraceContext) -> SpanContext | None:
     if not caller.parent_id:
         return None
     flags = _SAMPLED if caller.is_sampled else TraceFlags(TraceFlags.DEFAULT)
@@ -187,6 +231,11 @@ def _caller(trace: RequestTrace) -> SpanContext | None:
 
 def _state(trace: RequestTrace) -> TraceState:
     text = trace.queued.trace_state if trace.queued is not None and trace.context.parent_id else ""
+    return read_state(text)
+
+
+def read_state(text: str) -> TraceState:
+    """Return a `tracestate`; an empty one if there is none, or too much of it."""
     return TraceState.from_header([text]) if 0 < len(text) <= MAX_STATE else _NO_STATE
 
 

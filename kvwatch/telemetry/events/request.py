@@ -36,6 +36,7 @@ class RequestQueued(Event):
     top_k: Annotated[int, value(14, "Most likely tokens that are sampled from; 0 is off.", "1")] = 0
     seed: Annotated[int | None, identity(15, "Seed that the caller gave.")] = None
     priority: Annotated[int, value(16, "Priority; 0 is served first.", "1")] = 0
+    salt: Annotated[str, identity(17, "Digest of the cache salt, the same for equal salts; empty without one.")] = ""
 
 
 @event(
@@ -47,6 +48,12 @@ class RequestRejected(Event):
 
     request: Annotated[str, identity(1, "Request id.")]
     reason: Annotated[RejectionReason, label(2, "Why.")]
+    operation: Annotated[Operation, label(3, "What was asked for.")] = "text_completion"
+    trace_parent: Annotated[str, identity(4, "W3C `traceparent` of the request; empty if it has none.")] = ""
+    trace_state: Annotated[str, identity(5, "W3C `tracestate` of the request; empty if it has none.")] = ""
+    tenant: Annotated[str, label(6, "On whose behalf; empty if nobody said.")] = ""
+    arrived_ns: Annotated[int, instant(7, "Monotonic time at which it arrived; 0 if that is not known.")] = 0
+    refused_ns: Annotated[int, instant(8, "Monotonic time at which it was refused; 0 if that is not known.")] = 0
 
 
 @event(

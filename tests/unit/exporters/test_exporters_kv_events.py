@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,8 +73,8 @@ def translator(hash_kind: str = "int") -> Translator:
     return made
 
 
-def queued(request: str, adapter: str) -> RequestQueued:
-    return RequestQueued(request, 4, 1, 0, adapter=adapter)
+def queued(request: str, adapter: str, salt: str = "") -> RequestQueued:
+    return RequestQueued(request, 4, 1, 0, adapter=adapter, salt=salt)
 
 
 # ---------------------------------------------------------------- endpoints
@@ -237,6 +238,19 @@ def test_the_adapter_of_the_request_that_stored_a_block_is_told() -> None:
     assert isinstance(without, BlockStored)
     assert (with_adapter.lora_name, with_adapter.extra_keys) == ("sql", [["sql"]])
     assert (without.lora_name, without.extra_keys) == (None, None)
+
+
+def test_a_salt_marks_the_first_block_of_a_sequence_and_no_other() -> None:
+    it = translator()
+    it.apply(queued("a", "sql", "5a17"))
+
+    (first,) = it.apply(stored([7, 8], [1, 2], request="a"))
+    (next_one,) = it.apply(msgspec.structs.replace(stored([9], [3], parent=8, request="a"), first_index=2))
+
+    assert isinstance(first, BlockStored)
+    assert isinstance(next_one, BlockStored)
+    assert first.extra_keys == [["sql", "5a17"], ["sql"]]
+    assert next_one.extra_keys == [["sql"]]
 
 
 def test_the_bytes_of_stores_removals_and_clears_are_those_of_a_recorded_vllm() -> None:
