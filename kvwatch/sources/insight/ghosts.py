@@ -8,6 +8,7 @@ inclusion property of LRU; Mattson and others, 1970). So the place of a hash amo
 is the extra room that would have kept it. For an engine with another order it is an estimate.
 """
 
+from array import array
 from typing import NamedTuple
 
 DEFAULT_MAX_GHOSTS = 131_072
@@ -37,8 +38,9 @@ class Ghosts:
         self._is_away = bytearray(self._size)
         self._in_chunk = [0] * (self._size // _CHUNK)
         self._hashes: list[bytes | None] = [None] * self._size
-        self._removed: dict[bytes, tuple[int, int]] = {}
-        """Hash -> number of its removal, time of it."""
+        self._removed: dict[bytes, int] = {}
+        """Hash -> number of its removal."""
+        self._removed_ns = array("q", bytes(8 * self._size))
         self._num_removals = 0
 
     def __len__(self) -> int:
@@ -47,7 +49,8 @@ class Ghosts:
 
     def remove(self, content: bytes, at_ns: int) -> None:
         """A hash is gone since `at_ns`."""
-        self._forget(content)
+        if content in self._removed:
+            self._forget(content)
         number = self._num_removals
         self._num_removals += 1
         place = number % self._size
@@ -57,14 +60,15 @@ class Ghosts:
         self._hashes[place] = content
         self._is_away[place] = 1
         self._in_chunk[place // _CHUNK] += 1
-        self._removed[content] = (number, at_ns)
+        self._removed[content] = number
+        self._removed_ns[place] = at_ns
 
     def store(self, content: bytes, at_ns: int) -> Return | None:
         """A hash is there again or for the first time; tell of its return if its removal is remembered."""
-        known = self._removed.get(content)
-        if known is None:
+        number = self._removed.get(content)
+        if number is None:
             return None
-        number, removed_ns = known
+        removed_ns = self._removed_ns[number % self._size]
         found = Return(max(0, at_ns - removed_ns), self._num_away_since(number))
         self._forget(content)
         return found
@@ -92,9 +96,9 @@ class Ghosts:
         )
 
     def _forget(self, content: bytes) -> None:
-        known = self._removed.pop(content, None)
-        if known is not None:
-            place = known[0] % self._size
+        number = self._removed.pop(content, None)
+        if number is not None:
+            place = number % self._size
             self._hashes[place] = None
             self._is_away[place] = 0
             self._in_chunk[place // _CHUNK] -= 1

@@ -1,22 +1,36 @@
 """Everything that is learnt from the transitions of one rank, as metrics."""
 
+import time
 from collections.abc import Iterable, Sequence
 
 from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.sources.insight.ghosts import Ghosts
-from kvwatch.sources.insight.prefixes import PrefixForest, Subtree
+from kvwatch.sources.insight.prefixes import PrefixForest, Shape
 from kvwatch.sources.insight.spread import Spread
 from kvwatch.telemetry import metrics as m
 
 NS = 1e-9
+LOOK_SECONDS = 5.0
+"""Shapes are found at most this often ..."""
+
+LOOK_SHARE = 0.01
+"""... and take at most this share of a core."""
 MAX_PLACES = 64
 """Pairs of tier and group of which prefixes are followed."""
 
 
 class Insight:
-    """Observer of a mirror. What changes it comes from one thread, with the mirror's lock held; reading on any."""
+    """Observer of a mirror. What changes it comes from one thread, with the mirror's lock held; reading on any.
 
-    def __init__(self) -> None:
+    Args:
+        look_seconds: Least time between two looks at the shape of prefixes; gauges of it are as old at most, or older
+            while the cache is so large that a look takes long.
+    """
+
+    def __init__(self, look_seconds: float = LOOK_SECONDS) -> None:
+        self._look_seconds = look_seconds
+        self._shapes: dict[tuple[str, str], tuple[Shape, float]] = {}
+        """Newest shapes, and the time at which a look is due again."""
         self._forests: dict[tuple[str, str], PrefixForest] = {}
         self._ghosts: dict[tuple[str, str], Ghosts] = {}
         self._away: dict[str, Spread] = {}
@@ -84,19 +98,29 @@ class Insight:
         for (tier, group), forest in list(self._forests.items()):
             if forest.num_left_out:
                 continue  # not whole: too small a number would be no truth
+            shape = self.shape(tier, group)
             found += [
-                Sample(m.KV_PREFIX_ROOTS, (tier, group), forest.num_roots),
-                Sample(m.KV_PREFIX_BRANCHES, (tier, group), forest.num_branches),
-                Sample(m.KV_PREFIX_FAN_OUT_MAX, (tier, group), forest.max_fan_out),
-                Sample(m.KV_PREFIX_DEPTH_MAX, (tier, group), forest.max_depth),
+                Sample(m.KV_PREFIX_ROOTS, (tier, group), shape.num_roots),
+                Sample(m.KV_PREFIX_BRANCHES, (tier, group), shape.num_branches),
+                Sample(m.KV_PREFIX_FAN_OUT_MAX, (tier, group), shape.max_fan_out),
+                Sample(m.KV_PREFIX_DEPTH_MAX, (tier, group), shape.max_depth),
             ]
         found += [spread.sample() for spreads in (self._away, self._extra) for spread in list(spreads.values())]
         return found
 
-    def largest_subtrees(self, tier: str, group: str, limit: int = 10) -> list[Subtree]:
-        """Return the prefixes that most resident blocks share; with the mirror's lock held. O(blocks)."""
-        forest = self._forests.get((tier, group))
-        return [] if forest is None else forest.largest_subtrees(limit)
+    def shape(self, tier: str, group: str) -> Shape:
+        """Return how the prefixes of a tier and group hang together, of now or of the last look. Any thread."""
+        place = (tier, group)
+        forest = self._forests.get(place)
+        if forest is None:
+            return Shape()
+        shape, due = self._shapes.get(place, (Shape(), 0.0))
+        started = time.monotonic()
+        if started >= due:
+            shape = forest.shape()
+            ended = time.monotonic()
+            self._shapes[place] = (shape, ended + max(self._look_seconds, (ended - started) / LOOK_SHARE))
+        return shape
 
     def _knows(self, place: tuple[str, str]) -> bool:
         """Whether a place is followed; it is from its first transition on."""

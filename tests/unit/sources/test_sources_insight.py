@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kvwatch.ledger.view import HistogramSample
 from kvwatch.sources.insight import make_observer
 from kvwatch.sources.insight.ghosts import Ghosts
-from kvwatch.sources.insight.prefixes import PrefixForest
+from kvwatch.sources.insight.observer import Insight
+from kvwatch.sources.insight.prefixes import PrefixForest, Shape, Subtree
 from kvwatch.telemetry import metrics as m
 
 
@@ -98,11 +99,10 @@ class Forest:
         return [each for each in self.resident if self.parent[each] == block]
 
     def depth(self, block: int | None) -> int:
-        return 0 if block is None else 1 + self.depth(self.parent.get(block))
+        return 1 + self.depth(self.parent[block]) if block in self.resident and block is not None else 0
 
     def below(self, block: int) -> int:
-        """Resident blocks that follow it, over blocks that are gone too."""
-        return sum(1 + 0 * each for each in self.resident if each != block and block in self.ancestors(each))
+        return sum(1 + self.below(child) for child in self.children(block))
 
     def ancestors(self, block: int) -> list[int]:
         found, above = [], self.parent[block]
@@ -133,26 +133,30 @@ def test_the_forest_equals_a_walk_over_all_blocks(steps: list[tuple[bool, int, i
             forest.remove([name(each) for each in gone])
             model.resident.difference_update(gone)
         fans = Counter(len(model.children(each)) for each in model.resident)
-        assert forest.num_resident == len(model.resident)
-        assert forest.num_roots == sum(model.parent[each] not in model.resident for each in model.resident)
-        assert forest.num_branches == sum(number for fan, number in fans.items() if fan >= 2)
-        assert forest.max_fan_out == max(fans, default=0)
-        assert forest.max_depth == max((model.depth(each) for each in model.resident), default=0)
-    expected = sorted((model.below(each) for each in model.resident if len(model.children(each)) >= 2), reverse=True)
-    assert [subtree.num_blocks for subtree in forest.largest_subtrees(100)] == expected
+        shape = forest.shape(100)
+        assert shape.num_blocks == len(model.resident)
+        assert shape.num_roots == sum(model.parent[each] not in model.resident for each in model.resident)
+        assert shape.num_branches == sum(number for fan, number in fans.items() if fan >= 2)
+        assert shape.max_fan_out == max(fans, default=0)
+        assert shape.max_depth == max((model.depth(each) for each in model.resident), default=0)
+        branches = [each for each in model.resident if len(model.children(each)) >= 2]
+        assert [subtree.num_blocks for subtree in shape.largest] == sorted(map(model.below, branches), reverse=True)
+        assert {(subtree.content, subtree.depth, subtree.fan_out) for subtree in shape.largest} == {
+            (name(each), model.depth(each), len(model.children(each))) for each in branches
+        }
 
 
 def test_blocks_whose_parent_was_never_seen_find_their_place_when_it_comes() -> None:
     forest = PrefixForest()
     forest.store([name(5)], name(4))
     forest.store([name(6)], name(4))
-    assert (forest.num_roots, forest.num_branches) == (2, 0)
+    assert (forest.shape().num_roots, forest.shape().num_branches) == (2, 0)
     forest.store([name(4)], None)
-    assert (forest.num_roots, forest.num_branches, forest.max_fan_out) == (1, 1, 2)
-    assert [(s.content, s.num_blocks) for s in forest.largest_subtrees()] == [(name(4), 2)]
+    shape = forest.shape()
+    assert (shape.num_roots, shape.num_branches, shape.max_fan_out, shape.max_depth) == (1, 1, 2, 2)
+    assert [(s.content, s.num_blocks) for s in shape.largest] == [(name(4), 2)]
     forest.remove([name(4), name(5), name(6)])
-    assert forest.num_resident == forest.num_roots == 0
-    assert not forest._ids  # nothing is kept of what nothing resident follows
+    assert forest.shape() == Shape()
 
 
 def test_parents_in_a_circle_do_no_harm() -> None:
@@ -160,17 +164,40 @@ def test_parents_in_a_circle_do_no_harm() -> None:
     forest.store([name(1)], name(2))
     forest.store([name(2)], name(1))
     forest.store([name(3)], name(3))
-    assert forest.num_resident == 3
-    forest.remove([name(1), name(2), name(3)])
-    assert (forest.num_resident, forest.num_roots) == (0, 0)
-    assert not forest._ids
+    forest.store([name(4), name(5)], name(1))
+    shape = forest.shape()
+    assert (shape.num_blocks, shape.num_roots) == (5, 0)
+    assert shape.max_depth <= 5
+
+
+def test_the_shape_of_a_long_chain_is_found() -> None:
+    forest = PrefixForest()
+    forest.store([name(number) for number in range(5000)], None)
+    forest.store([name(number) for number in range(10_000, 10_100)], name(4000))
+    shape = forest.shape()
+    assert (shape.max_depth, shape.num_branches, shape.num_roots) == (5000, 1, 1)
+    assert shape.largest == (Subtree(name(4000), 4001, 999 + 100, 2),)
 
 
 def test_a_forest_without_room_says_that_it_is_not_whole() -> None:
-    forest = PrefixForest(max_nodes=10)
-    forest.store([name(each) for each in range(15)], None)
-    assert forest.num_resident == 10
-    assert forest.num_left_out == 5
+    forest = PrefixForest(max_blocks=10)
+    forest.store([name(each) for each in range(8)], None)
+    assert not forest.num_left_out
+    forest.store([name(each) for each in range(20, 25)], None)
+    assert (forest.shape().num_blocks, forest.num_left_out) == (8, 5)
+    forest.clear()
+    assert (forest.shape().num_blocks, forest.num_left_out) == (0, 0)
+
+
+def test_a_look_at_the_shape_is_not_taken_more_often_than_was_said() -> None:
+    insight = Insight(look_seconds=3600)
+    insight.on_stored("device", "0", [b"a", b"b"], None, 0, None)
+    assert insight.shape("device", "0").num_blocks == 2
+    insight.on_stored("device", "0", [b"c"], b"b", 0, None)
+    assert insight.shape("device", "0").num_blocks == 2
+    eager = Insight(look_seconds=0)
+    eager.on_stored("device", "0", [b"a"], None, 0, None)
+    assert eager.shape("device", "0").num_blocks == 1
 
 
 def test_a_rank_tells_what_it_learnt() -> None:
