@@ -80,11 +80,21 @@ def test_the_default_page_has_at_most_750_series_for_an_engine_and_every_one_has
     assert len({(s.name, tuple(sorted(s.labels.items()))) for s in samples}) == len(samples)
 
 
-def test_every_metric_of_the_catalogue_is_on_the_page() -> None:
+def test_every_metric_of_the_catalogue_is_on_the_page_but_for_those_of_tiers_and_of_foreign_engines() -> None:
     page = sample_page("text").decode()
     shown = {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
 
-    expected = {f"kvwatch_{metric.name}{'_total' if metric.kind == 'counter' else ''}" for metric in m.CATALOGUE}
+    of_tiers = {m.KV_BLOCKS_IN_TRANSFER, m.KV_TIER_IGNORED_FILES}
+    foreign = {
+        metric
+        for metric in m.CATALOGUE
+        if metric.name.startswith(("source_", "kv_prefix_", "kv_premature_eviction_")) or metric is m.KV_INDEXED_BLOCKS
+    }
+    expected = {
+        f"kvwatch_{metric.name}{'_total' if metric.kind == 'counter' else ''}"
+        for metric in m.CATALOGUE
+        if metric not in foreign | of_tiers
+    }
     assert shown == expected
 
 
