@@ -9,6 +9,7 @@ when the command runs and only where they are used.
 """
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvwatch.config import add_flags, resolve, setting
@@ -55,6 +56,8 @@ class SidecarCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Watch until SIGTERM or SIGINT."""
         settings = resolve(SidecarSettings, args).settings
+        # gRPC's own code writes to stderr, a line for each failed handshake, unless it is told not to before it loads.
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
         from kvwatch.logs import configure_logs
         from kvwatch.sidecar_run import run_until_signal
 

@@ -33,6 +33,7 @@ from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.clock import Clock, SystemClock
 
 if TYPE_CHECKING:
+    from kvwatch.exporters.kv_events.part import KVEvents
     from kvwatch.recorder.part import RecorderPart, RecorderSettings
     from kvwatch.stream.engines import StreamedEngines
     from kvwatch.stream.server import TelemetryServer
@@ -64,7 +65,7 @@ class Sidecar:
         self._settings = settings
         self._plan: ObservatoryPlan = plan_observatory(settings, "sidecar", cache_dir)
         if settings.kv_events is not None:
-            _make_kv_events(settings, 0, SystemClock(), check=True)
+            _make_kv_events(settings, 0, SystemClock(), lambda: 0).check()
         self.sources: list[Source] = [make(spec) for spec in specs]
         """What reads each engine."""
         self._known: set[tuple[str, int]] = set()
@@ -140,7 +141,7 @@ class Sidecar:
         otel = self._plan.make_otel(subject, exemplars, live, may_export_logs=len(self._known) == 1)
         kv_events = None
         if self._settings.kv_events is not None:
-            kv_events = _make_kv_events(self._settings, rank.dp_rank, rank.log.clock)
+            kv_events = _make_kv_events(self._settings, rank.dp_rank, rank.log.clock, rank.block_size)
         return [part for part in (kv_events, recorder, otel) if part is not None]
 
     def _recorder_settings(self, subject: Subject) -> "RecorderSettings | None":
@@ -210,7 +211,7 @@ def _make_stream(plan: ObservatoryPlan) -> "tuple[StreamedEngines | None, Teleme
     return engines, TelemetryServer(plan.stream, engines, always, always)
 
 
-def _make_kv_events(settings: SidecarSettings, dp_rank: int, clock: Clock, *, check: bool = False) -> Part:
+def _make_kv_events(settings: SidecarSettings, dp_rank: int, clock: Clock, block_size: Callable[[], int]) -> "KVEvents":
     from kvwatch.exporters.kv_events.part import KVEvents, KVEventsSettings
 
     assert settings.kv_events is not None
@@ -222,10 +223,7 @@ def _make_kv_events(settings: SidecarSettings, dp_rank: int, clock: Clock, *, ch
         mode=settings.kv_events_socket,
         dp_rank=dp_rank,
     )
-    part = KVEvents(found, clock)
-    if check:
-        part.check()
-    return part
+    return KVEvents(found, clock, block_size=block_size)
 
 
 def _default_cache_dir() -> Path:

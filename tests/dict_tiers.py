@@ -87,6 +87,7 @@ class DictTiers:
         self.prefixes: dict[BlockHash, list[int]] = {}
         self._forgotten: dict[BlockHash, list[int]] = {}
         """Prefixes that cannot be found any more, but may be on their way."""
+        self._claimed: dict[Owner, tuple[TierHit, ...]] = {}
         self.in_flight: list[Transfer] = []
         self.num_done: dict[TransferKind, int] = dict.fromkeys(TransferKind, 0)
 
@@ -155,9 +156,18 @@ class DictTiers:
                 hits.append(TierHit(tier, (content,)))
         return hits
 
+    def claim(self, request_id: str, sequence: int, hits: Sequence[TierHit]) -> None:
+        owner = Owner(request_id, sequence)
+        assert owner not in self._claimed
+        self._claimed[owner] = tuple(hits)
+
+    def end_claim(self, request_id: str, sequence: int) -> None:
+        del self._claimed[Owner(request_id, sequence)]
+
     def begin_restore(self, request_id: str, sequence: int, first_index: int, hits: Sequence[TierHit]) -> None:
         hashes = tuple(content for hit in hits for content in hit.hashes)
         owner = Owner(request_id, sequence)
+        assert self._claimed.pop(owner, None) == tuple(hits), "what was found was not claimed"
         for block in self._manager.table(owner)[first_index : first_index + len(hashes)]:
             self._forget(block)
         transfer = self._begin(request_id, TransferKind.RESTORE)
@@ -203,6 +213,7 @@ class DictTiers:
 
     def check_integrity(self) -> None:
         assert sum(len(kept.filled) for kept in self.kept.values()) <= self._host_blocks
+        assert not self._claimed, "claims last no longer than an admission"
 
     # ------------------------------------------------------------------ parts
 

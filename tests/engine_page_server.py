@@ -1,5 +1,6 @@
 """An HTTP server on loopback that answers as an engine is told to. A context manager."""
 
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -11,9 +12,10 @@ class EnginePages:
     Args:
         pages: Body by path; may be changed at any time. A number is a status without a body.
         port: To listen on; 0 for a free one.
+        host: Address to listen on, of IPv4 or IPv6.
     """
 
-    def __init__(self, pages: dict[str, bytes | int], port: int = 0) -> None:
+    def __init__(self, pages: dict[str, bytes | int], port: int = 0, host: str = "127.0.0.1") -> None:
         self.pages = pages
         self.requests: list[tuple[str, str | None]] = []
         outer = self
@@ -33,9 +35,12 @@ class EnginePages:
             def log_message(self, format: str, *args: object) -> None:
                 """Say nothing."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
+
+        self._server = Server((host, port), Handler)
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()
 

@@ -51,6 +51,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "again": {"prompt": [40 - i % 9 for i in range(30)], "max_tokens": 5},
     "more": {"prompt": [2 + i % 17 for i in range(52)], "max_tokens": 3},
     "at last": {"prompt": [40 - i % 9 for i in range(30)], "max_tokens": 3},
+    "other again": {"prompt": [3 + i % 13 for i in range(50)], "max_tokens": 2},
+    "more again": {"prompt": [2 + i % 17 for i in range(52)], "max_tokens": 2},
 }
 ARRIVALS = {
     0: ("alone", "forked", "shared"),
@@ -60,6 +62,8 @@ ARRIVALS = {
     40: ("again",),
     50: ("more",),
     60: ("at last",),
+    70: ("other again",),
+    80: ("more again",),
 }
 """Step before which requests arrive."""
 SIZES = {6: 16, 12: 24, 18: 15}

@@ -46,7 +46,8 @@ class Oracle:
         self.live_in_step: dict[str, list[Sequence]] = {}
         self.allocated_ns: dict[int, int] = {}
         self.released_ns: dict[int, int] = {}
-        self.evicted: list[bytes] = []
+        self.evicted: list[set[bytes]] = [set(), set()]
+        """What was evicted for want of room: lately, and before."""
         self.computed: defaultdict[tuple[str, int], int] = defaultdict(int)
         """Most tokens that a sequence ever had computed."""
         self.resumed: dict[str, int] = {}
@@ -120,7 +121,6 @@ class Oracle:
 
     def _store(self, call: Callable[..., Any], blocks: Any, hashes: list[BlockHash], *more: Any) -> None:
         self.add(m.KV_BLOCK_STORES, sum(self.core.manager.pool.find(content) is None for content in hashes), "device")
-        self.evicted = [content for content in self.evicted if content not in hashes]
         call(blocks, hashes, *more)
 
     def _evict(self, call: Callable[..., Any], count: int, beneficiary: str, reason: str) -> Any:
@@ -130,17 +130,18 @@ class Oracle:
         for block in blocks:
             self.observe(m.KV_BLOCK_LIFETIME, self.now - self.allocated_ns[block])
             self.observe(m.KV_BLOCK_IDLE, self.now - self.released_ns[block])
-            if reason == "pressure":
-                content = hashes[block]
-                assert content is not None
-                self.evicted.append(content)
+        gone = {content for block in blocks if (content := hashes[block]) is not None}
         if reason == "pressure":
-            self.evicted = self.evicted[-self.core.manager.pool.num_blocks :]
+            self.evicted[0] |= gone
+            if len(self.evicted[0]) >= self.core.manager.pool.num_blocks:
+                self.evicted = [set(), self.evicted[0]]
+        else:
+            self.evicted = [some - gone for some in self.evicted]
         return blocks
 
     def _clear(self, call: Callable[..., Any]) -> Any:
         cached = call()
-        self.evicted.clear()
+        self.evicted = [set(), set()]
         return cached
 
     def _open(self, call: Callable[..., Any], owner: Any, prefix: list[int], num_tokens: int) -> bool:
@@ -172,7 +173,7 @@ class Oracle:
         number = 0
         while num_hits + number < can_hit:
             content = hashes[num_hits + number]
-            if pool.find(content) is None and content not in self.evicted:
+            if pool.find(content) is None and not any(content in some for some in self.evicted):
                 break
             number += 1
         return number

@@ -62,6 +62,7 @@ class RoguePublisher:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.setsockopt(zmq.LINGER, 0)
+        self._pub.setsockopt(zmq.IPV6, int("[" in live))
         if connects:
             self._pub.connect(live)
             self.live = live
@@ -81,6 +82,7 @@ class RoguePublisher:
             router = self._context.socket(zmq.ROUTER)
             router.setsockopt(zmq.LINGER, 0)
             router.setsockopt(zmq.SNDHWM, 0)
+            router.setsockopt(zmq.IPV6, int("[" in replay))
             _bind(router, replay)
             self.replay = router.get_string(zmq.LAST_ENDPOINT)
             self._thread = threading.Thread(target=self._serve, args=(router,), daemon=True)

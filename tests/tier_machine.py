@@ -75,7 +75,11 @@ class TierMachine(RuleBasedStateMachine):
         hashes = list(line.chain.upto(limit, line.slice)[:limit])
         prefix = self.manager.find_prefix(hashes)
         hits = self.tiers.find(hashes[len(prefix) :])
+        if hits:
+            self.tiers.claim(name, 0, hits)
         if not self.manager.open(owner, prefix, len(tokens)):
+            if hits:
+                self.tiers.end_claim(name, 0)
             return
         line.computed = len(prefix) * BLOCK_SIZE
         customer = self.customers[name] = Customer({owner: line}, first_index=len(prefix))
@@ -261,6 +265,11 @@ class TierMachine(RuleBasedStateMachine):
     def _take(self, customer: Customer, outcome: TransferOutcome) -> None:
         if outcome.kind is TransferKind.RESTORE:
             assert customer.state == "restoring"
+            if outcome.is_given_up:
+                assert not [owner for owner in self.manager.owners() if owner.request == outcome.request_id]
+                self._recompute(outcome.request_id)
+                return
+            assert outcome.error != "missing", "it was claimed"
             assert outcome.num_blocks == customer.num_hits or outcome.error
             assert outcome.num_blocks <= customer.num_hits
             for line in customer.lines.values():

@@ -55,6 +55,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
+    id: str | int | None = None
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: msgspec.Raw = msgspec.Raw()
@@ -214,6 +215,8 @@ class _Answer:
         chunk = _decoded(data)
         if bytes(chunk.error) not in (b"", b"null"):
             raise RequestFailed("server_error", bytes(chunk.error).decode(errors="replace"))
+        if isinstance(chunk.id, str):
+            self._outcome.answer_id = chunk.id
         for choice in chunk.choices:
             self._choice(choice, moment)
         if chunk.usage is not None:

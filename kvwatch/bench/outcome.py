@@ -56,6 +56,8 @@ class RequestOutcome(msgspec.Struct, kw_only=True):
     error_kind: str = ""
     error: str = ""
     num_retries: int = 0
+    answer_id: str = ""
+    """What the server calls its answer; a kvwatch calls the request so in its events and traces."""
 
     @property
     def ttft_seconds(self) -> float | None:

@@ -39,6 +39,8 @@ class SavedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """sha256 of each choice's text."""
     texts: list[str] | None
     """None unless they were asked for."""
+    answer_id: str = ""
+    """What the server calls its answer."""
 
 
 class SavedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +179,7 @@ def _saved(outcome: RequestOutcome, waiting: float, *, has_texts: bool) -> Saved
         finish_reasons=outcome.finish_reasons,
         hashes=_hashes(outcome.texts),
         texts=outcome.texts if has_texts else None,
+        answer_id=outcome.answer_id,
     )
 
 

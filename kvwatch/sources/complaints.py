@@ -10,6 +10,9 @@ from kvwatch.wire.foreign import SKIP_KINDS
 
 LOG_SECONDS = 60.0
 
+MAX_LETTERS = 500
+"""Of what an engine said, in a line."""
+
 logger = structlog.get_logger(__name__)
 
 
@@ -38,4 +41,5 @@ class Complaints:
         logged = self._logged.get(message)
         if logged is None or now - logged >= LOG_SECONDS:
             self._logged[message] = now
-            logger.warning(message, **self._about, **fields)
+            cut = {name: text[:MAX_LETTERS] if isinstance(text, str) else text for name, text in fields.items()}
+            logger.warning(message, **self._about, **cut)

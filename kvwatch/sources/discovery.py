@@ -21,6 +21,7 @@ MAX_RANKS = 1_024
 MAX_PORT = 65_535
 
 _TCP = re.compile(r"tcp://(?P<host>\[[^\[\]\s]+\]|[^\[\]/\s]+):(?P<port>\d{1,5})", re.ASCII)
+_OWN_LOOPBACK = re.compile(r"^tcp://(127\.0\.0\.1|\[::1\]):")
 _LOCAL = re.compile(r"(ipc|inproc)://\S+")
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]", "[*]", ""})  # noqa: S104 - recognised, not bound
 
@@ -68,14 +69,16 @@ def given_targets(
 
 
 def read_vllm_sources(body: bytes, *, url: str) -> tuple[Target, ...]:
-    """Return the targets of vLLM's answer: a list, or a map with the list as `sources`.
+    """Return the targets of vLLM's answer: a map from each rank that publishes to its configuration.
 
     Raises:
         DiscoveryError: it is no such answer.
     """
     found = _decode(body)
-    rows = found.get("sources") if isinstance(found, dict) else found
-    return _targets_of(rows, "data_parallel_rank", url)
+    if not isinstance(found, dict):
+        raise DiscoveryError("the answer to /kv_event_sources is no map; is this a vLLM?")
+    rows = {_rank_of(text): row for text, row in found.items()}
+    return _targets_of(rows, url)
 
 
 def read_sglang_info(body: bytes, *, url: str) -> Discovered:
@@ -91,7 +94,8 @@ def read_sglang_info(body: bytes, *, url: str) -> Discovered:
     name = name if isinstance(name, str) else ""
     rows = found.get("kv_event_sources")
     if isinstance(rows, list) and rows:
-        return Discovered(_targets_of(rows, "dp_rank", url), name)
+        by_rank = {row.get("dp_rank"): _from_outside(row) for row in rows if isinstance(row, dict)}
+        return Discovered(_targets_of(by_rank, url), name)
     described = found.get("kv_events")
     if isinstance(described, dict) and described:
         return Discovered(_sglang_described(described, url), name)
@@ -114,15 +118,29 @@ def _decode(body: bytes) -> Any:
         raise DiscoveryError(f"the engine's answer of {len(body)} bytes is no JSON ({error})") from error
 
 
-def _targets_of(rows: object, rank_key: str, url: str) -> tuple[Target, ...]:
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or len(rows) > MAX_RANKS:
-        raise DiscoveryError("the engine's answer lists no sources of KV events")
+def _from_outside(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of SGLang with the wildcard back in it, in whose place it writes its own loopback address."""
+    return {
+        key: _OWN_LOOPBACK.sub("tcp://*:", value) if isinstance(value, str) else value for key, value in row.items()
+    }
+
+
+def _rank_of(text: str) -> object:
+    """Return a rank that JSON had to make a text of; anything else as it is."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else text
+
+
+def _targets_of(rows: dict[Any, Any], url: str) -> tuple[Target, ...]:
+    if len(rows) > MAX_RANKS:
+        raise DiscoveryError(f"the engine tells {len(rows)} sources of KV events; at most {MAX_RANKS} are followed")
     host = host_of(url)
     targets: dict[int, Target] = {}
-    for row in rows:
-        rank, live, replay, topic = (row.get(key) for key in (rank_key, "endpoint", "replay_endpoint", "topic"))
+    for rank, row in rows.items():
+        live, replay, topic, publisher = _fields_of(row)
         if not isinstance(live, str) or type(rank) not in (int, type(None)):
             raise DiscoveryError(f"a source of KV events is told as rank {rank!r} at {live!r}")
+        if publisher == "null":
+            continue
         try:
             targets[rank or 0] = Target(
                 rank or 0,
@@ -133,6 +151,12 @@ def _targets_of(rows: object, rank_key: str, url: str) -> tuple[Target, ...]:
         except ConfigError as error:
             raise DiscoveryError(f"the engine tells an address that is none: {error}") from error
     return tuple(targets[rank] for rank in sorted(targets))
+
+
+def _fields_of(row: object) -> tuple[object, ...]:
+    if not isinstance(row, dict):
+        raise DiscoveryError("the engine's answer tells something else than sources of KV events")
+    return tuple(row.get(key) for key in ("endpoint", "replay_endpoint", "topic", "publisher"))
 
 
 def _sglang_described(described: dict[str, Any], url: str) -> tuple[Target, ...]:

@@ -5,6 +5,7 @@ are asked for again while a rank is not connected, since a restarted engine may 
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
@@ -28,6 +29,9 @@ MAX_RETRY_SECONDS = 3.0
 
 LOOK_AGAIN_SECONDS = 60.0
 """While all ranks are connected."""
+
+MAX_NAME_LETTERS = 256
+"""Of a model's name: it stands in every series."""
 
 Discover = Callable[[EngineHTTP], Awaitable[Discovered]]
 """Asks an engine where it publishes. Raises KVWatchError."""
@@ -98,7 +102,8 @@ class ForeignSource:
     @property
     def model_name(self) -> str:
         """Name of the model; empty while it is not known."""
-        return self._model_name or (self._scraper.model_name if self._scraper is not None else "")
+        name = self._model_name or (self._scraper.model_name if self._scraper is not None else "")
+        return name[:MAX_NAME_LETTERS]
 
     @property
     def is_up(self) -> bool:
@@ -117,9 +122,12 @@ class ForeignSource:
             while not stop.is_set():
                 was_found = await self._look(http, context, on_rank)
                 self._limit()
-                is_settled = was_found and all(rank.is_up() for rank in self._ranks.values())
-                await _pause(stop, LOOK_AGAIN_SECONDS if is_settled else retry_seconds)
-                retry_seconds = FIRST_RETRY_SECONDS if was_found else min(2 * retry_seconds, MAX_RETRY_SECONDS)
+                if was_found and self._are_all_up():
+                    await self._pause_while_all_are_up(stop)
+                    retry_seconds = FIRST_RETRY_SECONDS
+                else:
+                    await _pause(stop, retry_seconds)
+                    retry_seconds = min(2 * retry_seconds, MAX_RETRY_SECONDS)
         finally:
             for rank in self._ranks.values():
                 await rank.stop()
@@ -130,6 +138,14 @@ class ForeignSource:
             context.destroy(0)
 
     # ------------------------------------------------------------ parts
+
+    def _are_all_up(self) -> bool:
+        return all(rank.is_up() for rank in self._ranks.values())
+
+    async def _pause_while_all_are_up(self, stop: asyncio.Event) -> None:
+        due = time.monotonic() + LOOK_AGAIN_SECONDS
+        while time.monotonic() < due and not stop.is_set() and self._are_all_up():
+            await _pause(stop, FIRST_RETRY_SECONDS)
 
     async def _look(self, http: EngineHTTP, context: zmq.asyncio.Context, on_rank: Callable[[Rank], None]) -> bool:
         """Ask the engine and follow what it says; return whether it answered."""
@@ -182,6 +198,7 @@ class ForeignSource:
                 samples=lambda: self._samples(rank),
                 feeds=FOREIGN_FEEDS,
                 is_up=rank.is_up,
+                block_size=lambda: rank.mirror.block_size,
             )
         )
         return rank

@@ -55,6 +55,7 @@ class RemoteSource:
         self._num_resets = 0
         self._num_errors = 0
         self._epoch = ""
+        self._used_credentials: tuple[str | None, bytes | None] = (None, None)
         self.next_seq: int | None = None
         """Number, as the engine counts, of the next event that is to come; none to begin with a snapshot."""
         self._last_event_ns: int | None = None
@@ -122,6 +123,8 @@ class RemoteSource:
                         self._take(item, tell)
                         if self.is_up:
                             pause = FIRST_RETRY_SECONDS
+                        elif isinstance(item, Interrupted) and self._credentials() != self._used_credentials:
+                            break  # the stream would try again with what it has
             except Exception as error:  # a source reads on for ever, whatever comes
                 self._complain(error)
             self.is_up = False
@@ -129,8 +132,12 @@ class RemoteSource:
             pause = min(2 * pause, MAX_RETRY_SECONDS)
 
     def _connect(self) -> TelemetryClient:
-        spec = self._spec
-        return TelemetryClient(spec.url, token=spec.token(), root_certificates=spec.ca())
+        token, certificates = self._used_credentials = self._credentials()
+        return TelemetryClient(self._spec.url, token=token, root_certificates=certificates)
+
+    def _credentials(self) -> tuple[str | None, bytes | None]:
+        """Return token and certificates as their files say now."""
+        return self._spec.token(), self._spec.ca()
 
     def _request(self) -> SubscribeRequest:
         return SubscribeRequest(

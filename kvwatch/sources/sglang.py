@@ -7,7 +7,7 @@ from kvwatch.sources.foreign import ForeignSource
 from kvwatch.sources.insight import make_observer
 from kvwatch.sources.scrape import make_scraper
 from kvwatch.sources.source import Source
-from kvwatch.sources.vllm import given, without_replay
+from kvwatch.sources.vllm import as_wanted, given
 
 
 def make_source(spec: EngineSpec) -> Source:
@@ -24,6 +24,12 @@ def make_source(spec: EngineSpec) -> Source:
         if body is None:
             raise DiscoveryError(f"{spec.url} has no /server_info; is it an SGLang?")
         found = read_sglang_info(body, url=spec.url)
-        return Discovered(without_replay(found.targets, spec), found.model_name)
+        return Discovered(as_wanted(found.targets, spec), found.model_name)
 
-    return ForeignSource(spec, discover, given=given(spec), scraper=make_scraper(spec), make_observer=make_observer)
+    return ForeignSource(
+        spec,
+        discover,
+        given=given(spec),
+        scraper=make_scraper(spec),
+        make_observer=lambda: make_observer(spec.max_blocks),
+    )

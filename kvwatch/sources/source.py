@@ -36,6 +36,8 @@ class Rank:
     """Whether the rank is reached now; while it is not, gauges of its state are absent. Any thread."""
     feeds: frozenset[Metric] | None = None
     """Metrics that its events can feed, the others are absent; none for all, as of an engine of ours."""
+    block_size: Callable[[], int] = lambda: 0
+    """Tokens of a block of a foreign engine, as it last said; 0 while it said nothing. Any thread."""
 
 
 class Source(Protocol):

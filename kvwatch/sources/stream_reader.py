@@ -225,7 +225,14 @@ class StreamReader:
             self._is_unverified = False
             if not batch.may_have_lost:
                 self.mirror.confirm()
+        num_shed = self.mirror.num_shed
         self.mirror.apply(batch)
+        if self.mirror.num_shed > num_shed:
+            self._complaints.warn(
+                "an engine holds more blocks than are remembered, so they are not counted until it clears its cache or "
+                "restarts; raise the option max_blocks",
+                num_left_out=self.mirror.num_shed,
+            )
         self.order.accept(seq, payload, batch.ts)
 
     def _skip_to(self, seq: int) -> None:

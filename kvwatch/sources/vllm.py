@@ -30,10 +30,16 @@ def make_source(spec: EngineSpec) -> Source:
                 f"{spec.url} has no /kv_event_sources, which vLLM has from 0.32 on; name the address with the option "
                 "kv_events, as kv_events=tcp://HOST:5557"
             )
-        targets = without_replay(read_vllm_sources(body, url=spec.url), spec)
+        targets = as_wanted(read_vllm_sources(body, url=spec.url), spec)
         return Discovered(targets, await _model_name(http))
 
-    return ForeignSource(spec, discover, given=given(spec), scraper=make_scraper(spec), make_observer=make_observer)
+    return ForeignSource(
+        spec,
+        discover,
+        given=given(spec),
+        scraper=make_scraper(spec),
+        make_observer=lambda: make_observer(spec.max_blocks),
+    )
 
 
 def given(spec: EngineSpec) -> tuple[Target, ...] | None:
@@ -54,11 +60,18 @@ def given(spec: EngineSpec) -> tuple[Target, ...] | None:
     )
 
 
-def without_replay(targets: tuple[Target, ...], spec: EngineSpec) -> tuple[Target, ...]:
-    """Return what an engine told, without replays if they are not wanted."""
-    if spec.replay != "off":
-        return targets
-    return tuple(Target(each.dp_rank, each.live, None, each.topic, each.is_bound) for each in targets)
+def as_wanted(targets: tuple[Target, ...], spec: EngineSpec) -> tuple[Target, ...]:
+    """Return what an engine told, changed where the options say otherwise: replays, topic, who binds."""
+    return tuple(
+        Target(
+            each.dp_rank,
+            each.live,
+            None if spec.replay == "off" else each.replay,
+            spec.topic or each.topic,
+            each.is_bound or spec.mode == "bind",
+        )
+        for each in targets
+    )
 
 
 async def _model_name(http: EngineHTTP) -> str:

@@ -56,10 +56,10 @@ METRICS = (
         tests=(MIRROR,),
     ),
     Fault(
-        name="evicted-though-it-is-back",
-        stands_for="What was evicted and stored again is still remembered as evicted, in another's place.",
+        name="a-shrunken-pool-is-regretted",
+        stands_for="What went when the pool shrank counts as evicted for want of room, since it was that once before.",
         file="engine/kvwatch_engine/memory/block_pool.py",
-        old="            if self._evicted:\n                self._evicted.pop(content, None)\n",
+        old='        if reason != "pressure":\n            self._forget_evictions(hashes)\n',
         new="",
         tests=(EVENTS,),
     ),

@@ -83,7 +83,7 @@ class Sidecar:
         clock = SystemClock()
         self.log = EventLog(LOG_CAPACITY, clock)
         self.cursor = self.log.subscribe("bench")
-        self.mirror = Mirror(self.log, clock, observer=make_observer() if has_observer else None)
+        self.mirror = Mirror(self.log, clock, observer=make_observer(2_000_000) if has_observer else None)
         self.mirror.confirm()
         self.decoder = Decoder(in_full=in_full)
 

@@ -34,6 +34,9 @@ class TransferOutcome:
     """Blocks whose content arrived: all, or, after a failed restore, the leading ones that are good."""
     error: str = ""
     """Why it failed, a value of the metric's label `reason`; empty when it did not. The request recomputes then."""
+    is_given_up: bool = False
+    """A restore that took too long. The sequence's block table was released: what may still be written to its blocks
+    must not meet what the request computes, so it starts anew in others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +85,22 @@ class PrefixTiers(Protocol):
         """Return which leading part of `hashes` the tiers hold, nearest first; it is evicted last now."""
         ...
 
+    def claim(self, request_id: str, sequence: int, hits: Sequence[TierHit]) -> None:
+        """Keep what `find` found while room is made for the sequence, which may push other blocks into these tiers.
+
+        Ended by `begin_restore` or `end_claim`.
+        """
+        ...
+
+    def end_claim(self, request_id: str, sequence: int) -> None:
+        """Let go of what a sequence has claimed, since there is no room for it."""
+        ...
+
     def begin_restore(self, request_id: str, sequence: int, first_index: int, hits: Sequence[TierHit]) -> None:
-        """Begin to fill the blocks of a sequence's table from `first_index` on with what `find` found."""
+        """Begin to fill the blocks of a sequence's table from `first_index` on with what `find` found.
+
+        What was not claimed may be gone meanwhile; then the outcome tells a shorter hit.
+        """
         ...
 
 

@@ -32,6 +32,18 @@ class BlockCopy:
     destination: BlockId
 
 
+@dataclass(slots=True)
+class KeptTable:
+    """A block table that was released while transfers read or write its blocks."""
+
+    owner: Owner
+    blocks: list[BlockId]
+    """The last one first."""
+    reason: ReleaseReason
+    num_holds: int
+    """Transfers that have not ended."""
+
+
 class BlockManager:
     """Block tables over one pool. Engine thread only.
 
@@ -55,8 +67,8 @@ class BlockManager:
         self._tables: dict[Owner, list[BlockId]] = {}
         self._num_stored: dict[Owner, int] = {}
         self._holds: Counter[Owner] = Counter()
-        self._kept: list[tuple[Owner, list[BlockId], ReleaseReason]] = []
-        """Tables that were released while a transfer reads or writes their blocks, reversed."""
+        self._kept: list[KeptTable] = []
+        """Tables that were released while transfers read or write their blocks, the oldest first."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold `num_tokens` tokens."""
@@ -196,7 +208,7 @@ class BlockManager:
         self._tables[child] = blocks
         self._num_stored[child] = min(self._num_stored[parent], num_full)
         if self._log.active:
-            if parent in self._holds:  # an older table of it may be released but held: then blocks have to be named
+            if any(kept.owner == parent for kept in self._kept):  # it has two tables: blocks have to be named
                 self._log.append(BlocksShared(child.request, child.sequence, list(blocks)))
             else:
                 self._log.append(SequenceForked(parent.request, parent.sequence, child.sequence, len(blocks)))
@@ -209,34 +221,40 @@ class BlockManager:
             return
         del self._num_stored[owner]
         table.reverse()  # the tail of a chain is evicted first
-        if owner in self._holds:
-            self._kept.append((owner, table, reason))
+        num_holds = self._holds.pop(owner, 0)
+        if num_holds:
+            self._kept.append(KeptTable(owner, table, reason, num_holds))
         else:
             self.pool.release(table, owner, reason)
 
     # ------------------------------------------------------------------ transfers
 
     def hold(self, owner: Owner) -> None:
-        """Keep a sequence's blocks used even if they are released, until `end_hold`: a transfer reads or writes them.
+        """Keep the blocks of a sequence's table used even if they are released: a transfer reads or writes them.
 
-        The sequence may get another block table meanwhile.
+        The sequence may get another block table meanwhile, which is not held. Holds end in the order in which they
+        began.
         """
+        assert owner in self._tables, f"{owner} has no block table"
         self._holds[owner] += 1
 
     def end_hold(self, owner: Owner) -> None:
-        """End one hold; after the last one of a sequence, what was released meanwhile becomes free."""
-        self._holds[owner] -= 1
-        if self._holds[owner]:
+        """End the oldest hold of a sequence; a table that was released becomes free with its last one."""
+        kept = next((kept for kept in self._kept if kept.owner == owner), None)
+        if kept is None:
+            self._holds[owner] -= 1
+            if not self._holds[owner]:
+                del self._holds[owner]
             return
-        del self._holds[owner]
-        for kept in [kept for kept in self._kept if kept[0] == owner]:
+        kept.num_holds -= 1
+        if not kept.num_holds:
             self._kept.remove(kept)
-            self.pool.release(kept[1], owner, kept[2])
+            self.pool.release(kept.blocks, owner, kept.reason)
 
     @property
     def num_holds(self) -> int:
-        """Sequences whose blocks take part in transfers: nobody may move these blocks."""
-        return len(self._holds)
+        """Block tables whose blocks take part in transfers: nobody may move these blocks."""
+        return len(self._holds) + len(self._kept)
 
     def rebuild(self, tables: Mapping[Owner, Sequence[int]], num_distinct: int) -> list[BlockId] | None:
         """Give sequences of one request block tables that share as `tables` says, in new blocks.
@@ -275,7 +293,7 @@ class BlockManager:
 
     def resize(self, plan: Relocation) -> None:
         """Give the pool another number of blocks as `BlockPool.plan_resize` said just now; O(blocks)."""
-        assert not self._holds, "a transfer knows blocks by their ids"
+        assert not self.num_holds, "a transfer knows blocks by their ids"
         self.pool.resize(plan)
         for table in self._tables.values():
             table[:] = map(plan.place_of, table)
@@ -285,8 +303,8 @@ class BlockManager:
     def to_states(self) -> list[SequenceState]:
         """Return all block tables for a snapshot."""
         tables: dict[Owner, list[BlockId]] = {}
-        for owner, blocks, _ in self._kept:
-            tables.setdefault(owner, []).extend(reversed(blocks))
+        for kept in self._kept:
+            tables.setdefault(kept.owner, []).extend(reversed(kept.blocks))
         for owner, table in self._tables.items():
             tables.setdefault(owner, []).extend(table)
         return [
@@ -302,7 +320,7 @@ class BlockManager:
         """
         self.pool.check_integrity()
         occurrences = [0] * self.pool.num_blocks
-        for table in (*self._tables.values(), *(blocks for _, blocks, _ in self._kept)):
+        for table in (*self._tables.values(), *(kept.blocks for kept in self._kept)):
             for block in table:
                 occurrences[block] += 1
         for index, (count, expected) in enumerate(zip(self.pool.ref_counts, occurrences, strict=True)):

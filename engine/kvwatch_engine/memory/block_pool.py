@@ -9,7 +9,6 @@
 Knows blocks and their owners' names, not block tables, tokens or tensors. Emits block events where they happen.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -51,8 +50,8 @@ class StoredRun(NamedTuple):
 OnEvict = Callable[[Sequence[BlockId], Sequence[BlockHash]], None]
 """Is given blocks that make room, and their hashes, before anything else can be written to them. Does not raise."""
 
-MAX_REMEMBERED_EVICTIONS = 131_072
-"""Evicted hashes kept for `would_have_hit`, unless the pool has fewer blocks; some 20 MB."""
+MAX_REMEMBERED_EVICTIONS = 65_536
+"""Evicted hashes that `would_have_hit` knows at least, unless the pool has fewer blocks; twice as many take 20 MB."""
 
 
 class BlockPool:
@@ -82,8 +81,10 @@ class BlockPool:
         self._allocated_ns = [0] * num_blocks
         self._released_ns = [0] * num_blocks
         self._hits = [0] * num_blocks
-        self._evicted: OrderedDict[BlockHash, None] = OrderedDict()
-        """What was evicted for want of room and not stored again, oldest first; as many as the pool has blocks."""
+        self._evicted: set[BlockHash] = set()
+        """What was evicted for want of room, since the last time that this was full."""
+        self._evicted_before: set[BlockHash] = set()
+        """What that was then."""
 
     # ------------------------------------------------------------------ counts
 
@@ -129,8 +130,11 @@ class BlockPool:
                 self._free.touch_cached(block)
 
     def would_have_hit(self, content: BlockHash) -> bool:
-        """Return whether `content` is here, or was evicted for want of room not long ago while somebody listened."""
-        return content in self._index or content in self._evicted
+        """Return whether `content` is here, or was evicted for want of room not long ago while somebody listened.
+
+        Not long ago are as many evictions as the pool has blocks, up to twice as many.
+        """
+        return content in self._index or content in self._evicted or content in self._evicted_before
 
     def num_cached_of(self, blocks: Sequence[BlockId]) -> int:
         """Return how many of `blocks` are free: reusing them lowers the number of free blocks."""
@@ -227,8 +231,6 @@ class BlockPool:
                 continue
             self._index[content] = block
             self.hashes[block] = content
-            if self._evicted:
-                self._evicted.pop(content, None)
         self._emit_stored(blocks[first:], hashes[first:], parent, source, first)
 
     def forget(self, block: BlockId) -> None:
@@ -238,6 +240,7 @@ class BlockPool:
         assert self.ref_counts[block] == 0, f"block {block} is in use"
         del self._index[content]
         self.hashes[block] = None
+        self._forget_evictions([content])
         self._free.remove_cached(block)
         self._free.add_empty(block)
         if self._log.active:
@@ -258,6 +261,7 @@ class BlockPool:
             self.hashes[block] = None
         self._index.clear()
         self._evicted.clear()
+        self._evicted_before.clear()
         if self._log.active:
             self._log.append(CacheCleared(list(still_used), self.tier))
         return cached
@@ -345,6 +349,8 @@ class BlockPool:
             self.hashes[block] = None
             blocks.append(block)
             hashes.append(content)
+        if reason != "pressure":
+            self._forget_evictions(hashes)
         if self._log.active:
             if reason == "pressure" and self.tier == "device":
                 self._remember(hashes)
@@ -356,23 +362,28 @@ class BlockPool:
     def _evicted_event(
         self, blocks: list[BlockId], hashes: list[BlockHash], reason: EvictionReason, beneficiary: str
     ) -> BlocksEvicted:
-        now = self._log.now_ns
+        now, allocated, released, hits = self._log.now_ns, self._allocated_ns, self._released_ns, self._hits
         return BlocksEvicted(
             list(hashes),
             list(blocks),
-            [now - self._allocated_ns[block] for block in blocks],
-            [now - self._released_ns[block] for block in blocks],
-            [self._hits[block] for block in blocks],
+            [now - allocated[block] for block in blocks],
+            [now - released[block] for block in blocks],
+            [hits[block] for block in blocks],
             reason,
             beneficiary,
             self.tier,
         )
 
     def _remember(self, hashes: Sequence[BlockHash]) -> None:
-        evicted = self._evicted
-        evicted.update(dict.fromkeys(hashes))
-        for _ in range(len(evicted) - min(self.num_blocks, MAX_REMEMBERED_EVICTIONS)):
-            evicted.popitem(last=False)
+        """Note evictions for want of room. Two sets in turn cost less than to forget the oldest one by one."""
+        self._evicted.update(hashes)
+        if len(self._evicted) >= min(self.num_blocks, MAX_REMEMBERED_EVICTIONS):
+            self._evicted, self._evicted_before = set(), self._evicted
+
+    def _forget_evictions(self, hashes: Sequence[BlockHash]) -> None:
+        """Note that content was lost in another way: it would not be here with more room either."""
+        self._evicted.difference_update(hashes)
+        self._evicted_before.difference_update(hashes)
 
     def _emit_stored(
         self,

@@ -158,7 +158,8 @@ class Admission:
         leader = request.live_sequences()[0]
         hashes = self._prefix_hashes(leader)
         prefix = self._manager.find_prefix(hashes)
-        further = self._tiers.find(hashes[len(prefix) :]) if self._tiers is not None else []
+        tiers = self._tiers if request.is_restorable else None
+        further = tiers.find(hashes[len(prefix) :]) if tiers is not None else []
         size = self._manager.block_size
         num_found = (len(prefix) + sum(len(hit.hashes) for hit in further)) * size
         num_tokens = self._num_tokens_at_start(request, num_found, budget)
@@ -169,16 +170,19 @@ class Admission:
             return False
         # Before the request's own blocks are taken, which may evict more.
         hits = self._hits(request, prefix, further)
+        if tiers is not None and further:
+            tiers.claim(request.request_id, leader.index, further)
         if not self._manager.open(leader.owner, prefix, num_tokens):
             self._lack(request, needed, self._manager.pool.num_free)
             request.num_failed_allocations += 1
+            if tiers is not None and further:
+                tiers.end_claim(request.request_id, leader.index)
             return False
         request.num_failed_allocations = 0
         request.hits = hits
         leader.num_computed = len(prefix) * size
-        if further:
-            assert self._tiers is not None, "tiers found it"
-            self._tiers.begin_restore(request.request_id, leader.index, len(prefix), further)
+        if tiers is not None and further:
+            tiers.begin_restore(request.request_id, leader.index, len(prefix), further)
             self._lifecycle.hold(request, TransferKind.RESTORE)
         return True
 

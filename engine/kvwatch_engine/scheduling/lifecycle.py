@@ -213,6 +213,15 @@ class Lifecycle:
         if self._log.active:
             self._log.append(SwapAbandoned(request.request_id, reason))
 
+    def restart(self, request: Request) -> None:
+        """Return an arriving request to the queue that has lost its blocks: what they wait for takes too long."""
+        self.arriving.remove(request)
+        request.transfer = None
+        request.is_restorable = False
+        for sequence in request.live_sequences():
+            sequence.num_computed = 0
+        self.waiting.add(request)
+
     # ------------------------------------------------------------------ end
 
     def finish_sequence(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:

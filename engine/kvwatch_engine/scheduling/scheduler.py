@@ -76,6 +76,12 @@ class Scheduler:
         """Whether a request is live, or a transfer has not ended."""
         return self.lifecycle.num_live > 0 or (self._tiers is not None and self._tiers.num_in_flight > 0)
 
+    @property
+    def is_on_hold(self) -> bool:
+        """Whether there is nothing to do but to wait until admission goes on, which somebody has paused."""
+        is_busy = self.lifecycle.running or self.lifecycle.arriving or (self._tiers and self._tiers.num_in_flight)
+        return self.admission.is_paused and not is_busy
+
     def add(self, request: Request) -> None:
         """Take a new request in."""
         self.lifecycle.queue(request)
@@ -135,7 +141,9 @@ class Scheduler:
             request = self.lifecycle.find(outcome.request_id)
             if request is None or request.transfer is not outcome.kind:
                 continue  # it has ended meanwhile
-            if outcome.error and outcome.kind is not TransferKind.RESTORE:
+            if outcome.is_given_up:
+                self.lifecycle.restart(request)
+            elif outcome.error and outcome.kind is not TransferKind.RESTORE:
                 self.lifecycle.abandon_swap(request, outcome.error)
             elif outcome.kind is TransferKind.SWAP_OUT:
                 request.transfer = None

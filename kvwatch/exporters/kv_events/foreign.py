@@ -23,13 +23,20 @@ class ForeignTranslator:
         wire_hash: Makes the wire's hash of a digest.
         media: Tiers in the words of the wire.
         max_blocks: Most blocks in one event when everything resident is told.
+        block_size: Tells the tokens of a block as the engine last said them; 0 while it said nothing.
     """
 
-    def __init__(self, wire_hash: Callable[[bytes], WireHash], media: dict[str, str], max_blocks: int) -> None:
+    def __init__(
+        self,
+        wire_hash: Callable[[bytes], WireHash],
+        media: dict[str, str],
+        max_blocks: int,
+        block_size: Callable[[], int],
+    ) -> None:
         self._wire_hash = wire_hash
         self._media = media
         self._max_blocks = max_blocks
-        self._block_size = 0
+        self._block_size = block_size
         self.residency = Residency()
         """What a reader of everything published knows to be resident."""
         self._handlers: dict[type[Event], Callable[[Any], list[WireEvent]]] = {
@@ -41,9 +48,9 @@ class ForeignTranslator:
 
     def load(self, snapshot: EngineSnapshot) -> list[WireEvent]:
         """Begin anew from a snapshot: readers forget everything, then are told what is resident."""
-        before, self._block_size = self.residency, snapshot.block_size_tokens
+        before = self.residency
         self.residency = Residency()
-        unknown = Content(self._block_size)
+        unknown = Content(snapshot.block_size_tokens or self._block_size())
         for state in snapshot.indexed:
             for digest in state.hashes:
                 key = self._key(state.tier, state.group, digest)
@@ -57,12 +64,14 @@ class ForeignTranslator:
 
     def _store(self, event: BlocksStored) -> list[WireEvent]:
         parent = None if event.parent is None else self._wire_hash(event.parent)
+        # Not of the snapshot: an engine that is watched from its start had told nothing then.
+        size = self._block_size()
         keys: list[Key] = []
         contents: list[Content] = []
         for index, digest in enumerate(event.hashes):
             key = self._key(event.tier, event.group, digest)
             tokens = packed(event.token_ids[index]) if event.token_ids else ()
-            content = Content(len(tokens) or self._block_size, parent, tokens)
+            content = Content(len(tokens) or size, parent, tokens)
             self.residency.add(key, content)
             keys.append(key)
             contents.append(content)

@@ -1,7 +1,7 @@
 """KV events out as a part of the observatory: follows the log and publishes what each step changed in the cache."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -56,12 +56,18 @@ class KVEvents:
     name = "kv_events"
 
     def __init__(
-        self, settings: KVEventsSettings, clock: Clock, context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self,
+        settings: KVEventsSettings,
+        clock: Clock,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        *,
+        block_size: Callable[[], int] = lambda: 0,
     ) -> None:
         endpoints = resolve_endpoints(settings.live, settings.replay, settings.dp_rank, settings.mode)
         history = History(settings.buffer_batches, settings.buffer_bytes, settings.dp_rank)
         self._clock = clock
         self._hash_kind = settings.hash_kind
+        self._block_size = block_size
         self._translator: Translator | ForeignTranslator = Translator(settings.hash_kind)
         self._pending: list[WireEvent] = []
         self._pending_ns = 0
@@ -115,7 +121,7 @@ class KVEvents:
         self._pending.clear()
         self._pending_ns = snapshot.time_ns
         if snapshot.is_foreign and not isinstance(self._translator, ForeignTranslator):
-            self._translator = foreign_translator(self._hash_kind)
+            self._translator = foreign_translator(self._hash_kind, self._block_size)
         num_blocks = 0
         for event in self._translator.load(snapshot):
             if num_blocks >= MAX_BLOCKS_PER_BATCH:

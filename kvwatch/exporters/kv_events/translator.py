@@ -34,9 +34,9 @@ Place = tuple[str, str, int]
 """Tier, group, block id."""
 
 
-def foreign_translator(hash_kind: HashKind) -> ForeignTranslator:
+def foreign_translator(hash_kind: HashKind, block_size: Callable[[], int]) -> ForeignTranslator:
     """Return what tells the blocks of an engine that is watched from outside."""
-    return ForeignTranslator(_wire_hash(hash_kind), MEDIA, MAX_BLOCKS_PER_EVENT)
+    return ForeignTranslator(_wire_hash(hash_kind), MEDIA, MAX_BLOCKS_PER_EVENT, block_size)
 
 
 def _wire_hash(hash_kind: HashKind) -> Callable[[bytes], WireHash]:

@@ -11,6 +11,10 @@ from kvwatch.sources.insight.observer import Insight
 __all__ = ["make_observer"]
 
 
-def make_observer() -> Insight:
-    """Return what learns from the transitions of one rank."""
-    return Insight()
+DETAIL_SHARE = 0.75
+"""Of the blocks that may be remembered: beyond it the shape of prefixes is given up, so that counts go on."""
+
+
+def make_observer(max_blocks: int) -> Insight:
+    """Return what learns from the transitions of one rank, of which at most `max_blocks` resident ones are counted."""
+    return Insight(max_blocks=int(max_blocks * DETAIL_SHARE))

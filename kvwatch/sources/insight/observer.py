@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.sources.insight.ghosts import Ghosts
-from kvwatch.sources.insight.prefixes import PrefixForest, Shape
+from kvwatch.sources.insight.prefixes import DEFAULT_MAX_BLOCKS, PrefixForest, Shape
 from kvwatch.sources.insight.spread import Spread
 from kvwatch.telemetry import metrics as m
 
@@ -25,10 +25,13 @@ class Insight:
     Args:
         look_seconds: Least time between two looks at the shape of prefixes; gauges of it are as old at most, or older
             while the cache is so large that a look takes long.
+        max_blocks: Most resident blocks of a place of which the prefixes are followed. Beyond it their shape is given
+            up until the place is cleared.
     """
 
-    def __init__(self, look_seconds: float = LOOK_SECONDS) -> None:
+    def __init__(self, look_seconds: float = LOOK_SECONDS, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
         self._look_seconds = look_seconds
+        self._max_blocks = max_blocks
         self._shapes: dict[tuple[str, str], tuple[Shape, float]] = {}
         """Newest shapes, and the time at which a look is due again."""
         self._forests: dict[tuple[str, str], PrefixForest] = {}
@@ -128,7 +131,7 @@ class Insight:
             return True
         if len(self._forests) >= MAX_PLACES:
             return False
-        self._forests[place], self._ghosts[place] = PrefixForest(), Ghosts()
+        self._forests[place], self._ghosts[place] = PrefixForest(self._max_blocks), Ghosts()
         tier = place[0]
         self._away.setdefault(tier, Spread(m.KV_PREMATURE_EVICTION_AWAY, (tier,)))
         self._extra.setdefault(tier, Spread(m.KV_PREMATURE_EVICTION_EXTRA, (tier,)))

@@ -65,8 +65,10 @@ class PrefixForest:
     def store(self, hashes: Sequence[bytes], parent: bytes | None) -> None:
         """Blocks became resident: a chain whose first one follows `parent`."""
         parents = self._parents
-        if len(parents) + len(hashes) > self._max_blocks:
+        if self.num_left_out or len(parents) + len(hashes) > self._max_blocks:
             self.num_left_out += len(hashes)
+            if parents:
+                self._parents = {}  # half a forest has no shape, so its room is given back until all is cleared
             return
         for content in hashes:
             parents[content] = parent

@@ -15,6 +15,12 @@ from kvwatch.telemetry.schema import MetricKind
 MAX_ROWS = 100_000
 """A page with more lines is refused: the largest engines have some thousand."""
 
+MAX_RANKS = 1_024
+"""Data-parallel ranks of one engine."""
+
+MAX_BUCKETS = 256
+"""Of one histogram; engines have some twenty."""
+
 BUCKET, SUM = "_bucket", "_sum"
 Rows = Mapping[str, Sequence[Row]]
 
@@ -71,7 +77,8 @@ def _rank(row: Row, dialect: Dialect) -> int | None:
     if any(row.labels.get(label, wanted) != wanted for label, wanted in dialect.only.items()):
         return None
     text = row.labels.get(dialect.rank_label, "0") or "0"
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else None
+    is_number = text.isascii() and text.isdigit() and len(text) < 6
+    return int(text) if is_number and int(text) < MAX_RANKS else None
 
 
 def _apply(rule: Rule, rows: Rows, shared: Rows) -> Iterable[Sample | HistogramSample]:
@@ -116,13 +123,17 @@ def _histograms(rule: Rule, rows: Rows) -> Iterable[HistogramSample]:
         cumulative[rule.labels_of(row)][_bound(row)] += row.value
     sums = _summed(rows.get(name + SUM, ()), rule.labels_of)
     for labels, by_bound in cumulative.items():
-        if any(math.isnan(bound) for bound in by_bound):
+        if len(by_bound) > MAX_BUCKETS or not _are_numbers(by_bound):
             continue
         ordered = sorted(by_bound)
         heights = [by_bound[bound] for bound in ordered]
         counts = [round(high - low) for low, high in zip([0.0, *heights], heights, strict=False)]
         if ordered[-1] == math.inf and min(counts) >= 0 and math.isfinite(sums[labels]):
             yield HistogramSample(rule.metric, labels, tuple(counts), sums[labels], tuple(ordered[:-1]))
+
+
+def _are_numbers(by_bound: Mapping[float, float]) -> bool:
+    return not any(math.isnan(bound) for bound in by_bound) and all(map(math.isfinite, by_bound.values()))
 
 
 def _bound(row: Row) -> float:

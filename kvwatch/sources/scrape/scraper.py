@@ -8,7 +8,7 @@ from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.sources.complaints import Complaints
 from kvwatch.sources.engine_http import EngineHTTP, EngineUnreachableError
 from kvwatch.sources.engines import EngineSpec
-from kvwatch.sources.scrape.page import Page, PageError, read_page
+from kvwatch.sources.scrape.page import Page, read_page
 from kvwatch.sources.scrape.rules import Dialect
 from kvwatch.sources.scrape.totals import Totals
 from kvwatch.telemetry import metrics as m
@@ -54,7 +54,7 @@ class MetricsScraper:
             page = await asyncio.to_thread(read_page, (body or b"").decode("utf-8", "replace"), self._dialect)
         except EngineUnreachableError as error:
             self._fail("an engine's metrics cannot be read; trying again", error)
-        except PageError as error:
+        except Exception as error:  # `PageError`, or what a parser did not expect: none of it is a page
             self.num_refused += 1
             self._fail("what an engine calls its metrics is left out", error)
         else:
@@ -84,4 +84,4 @@ class MetricsScraper:
     def _fail(self, message: str, error: Exception) -> None:
         self.is_up = False
         self._shown = {rank: totals.counters() for rank, totals in self._totals.items()}
-        self._complaints.warn(message, error=str(error))
+        self._complaints.warn(message, error=str(error) or repr(error))

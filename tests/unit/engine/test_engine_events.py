@@ -26,7 +26,7 @@ from kvwatch_engine.contracts.block import BlockHash
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, RequestOrigin
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.step import StepInput
-from kvwatch_engine.memory.block_pool import Owner, StoredRun
+from kvwatch_engine.memory.block_pool import BlockPool, Owner, StoredRun
 
 E = TypeVar("E", bound=Event)
 
@@ -212,26 +212,47 @@ def test_the_memory_of_evictions_is_bounded_by_the_pool() -> None:
         core.add(make_request(f"r{number}", [number, *range(10, 21)], max_tokens=1), 0)
         run_until_idle(core)
 
-    assert len(core.manager.pool._evicted) <= 6
+    assert len(core.manager.pool._evicted) < 6
+    assert 6 <= len(core.manager.pool._evicted_before) < 12
 
 
 def test_what_was_stored_again_and_evicted_again_is_remembered_from_then_on() -> None:
     log = EventLog()
     Recorder(log)
-    pool = make_pool(4, log)  # three blocks, four remembered evictions
+    pool = make_pool(4, log)  # three blocks; four to eight evictions are remembered
 
-    def put(number: int) -> None:
-        owner = Owner("r", 0)
-        blocks = pool.allocate(1, owner, "prefill")
-        assert blocks is not None
-        pool.store(blocks, [BlockHash(bytes([number]))], None, StoredRun(owner, 0))
-        pool.release(blocks, owner, "finished")
+    for number in (1, 2, 3, 4, 1, 5, 6, 7, 8, 9, 10, 11):  # evicts 1, 2, 3, 4, then 1, 5, 6, 7, then 8
+        _put(pool, number)
 
-    for number in (1, 2, 3, 4, 1, 5, 6, 7, 8):  # evicts 1, 2, 3, 4, 1 and 5
-        put(number)
+    assert [number for number in range(1, 12) if _would_have_hit(pool, number)] == [1, 5, 6, 7, 8, 9, 10, 11]
 
-    known = [number for number in range(1, 9) if pool.would_have_hit(BlockHash(bytes([number])))]
-    assert known == [1, 3, 4, 5, 6, 7, 8]
+
+def test_what_went_when_the_pool_shrank_is_not_regretted_though_it_was_evicted_once_before() -> None:
+    log = EventLog()
+    Recorder(log)
+    pool = make_pool(4, log)
+    for number in (1, 2, 3, 4, 1, 5, 6):  # evicts 1, 2, 3 and 4; then 1 is the next
+        _put(pool, number)
+    assert pool.find(BlockHash(bytes([1]))) is not None
+    plan = pool.plan_resize(3)
+    assert plan is not None
+
+    pool.resize(plan)
+
+    assert pool.find(BlockHash(bytes([1]))) is None
+    assert [number for number in range(1, 7) if _would_have_hit(pool, number)] == [2, 3, 4, 5, 6]
+
+
+def _put(pool: BlockPool, number: int) -> None:
+    owner = Owner("r", 0)
+    blocks = pool.allocate(1, owner, "prefill")
+    assert blocks is not None
+    pool.store(blocks, [BlockHash(bytes([number]))], None, StoredRun(owner, 0))
+    pool.release(blocks, owner, "finished")
+
+
+def _would_have_hit(pool: BlockPool, number: int) -> bool:
+    return pool.would_have_hit(BlockHash(bytes([number])))
 
 
 def test_evictions_count_the_blocks_that_were_dropped_and_say_for_whom() -> None:

@@ -344,6 +344,23 @@ def test_the_snapshot_tells_state_settings_and_memory() -> None:
     assert before.memory_bytes == {"weights": 3, "kv": 328}
 
 
+def test_an_engine_that_was_paused_is_not_stuck_however_long_requests_wait() -> None:
+    with running_engine(stall_seconds=0.05) as (engine, _, collected, log):
+        recorder = Recorder(log)
+        admission = engine._core.scheduler.admission
+        admission.is_paused = True
+        engine.submit(make_request("r", [4], max_tokens=2, ignore_eos=True))
+        wait_for(lambda: admission.waiting_for == {"paused": 1})
+
+        time.sleep(0.3)
+        assert engine.is_alive()
+        assert not collected.outputs
+        admission.is_paused = False
+        wait_for(lambda: "r" in collected.reasons())
+
+        assert not any(isinstance(event, EngineStalled) for event in recorder.drain())
+
+
 def test_requests_for_which_nothing_can_be_done_are_a_stall_too() -> None:
     """vllm#45414: Running 0, Waiting 5, and every metric looked as on an idle engine."""
     with running_engine(stall_seconds=0.05) as (engine, _, _, log):

@@ -245,6 +245,59 @@ def test_a_restore_over_host_and_disk_ends_before_a_damaged_file(tmp_path: Path)
     assert [len(hit.hashes) for hit in stage.tiers.find(hashes)] == [3, 1]
 
 
+def test_what_a_hit_found_stays_though_making_room_pushes_other_blocks_into_a_full_host() -> None:
+    stage = TierStage(num_blocks=9, host_blocks=6)
+    fill(stage)  # the host is full of it
+    compute(stage, B, list(range(100, 100 + 8 * BLOCK_SIZE)))
+    stage.manager.release(B, "finished")
+    hits = stage.tiers.find(hashes_of(TOKENS))
+    stage.tiers.claim("a", 0, hits)
+    assert stage.manager.open(A, [], len(TOKENS)), "which evicts what is cached on the device"
+    stage.tiers.begin_restore("a", 0, 0, hits)
+
+    assert settle(stage) == [TransferOutcome("a", TransferKind.RESTORE, 6)]
+    assert is_right(stage, A, TOKENS)
+    stage.check_integrity()
+
+
+def test_a_claim_that_came_to_nothing_lets_go_of_its_blocks() -> None:
+    stage = TierStage()
+    fill(stage)
+    hits = stage.tiers.find(hashes_of(TOKENS))
+    stage.tiers.claim("a", 0, hits)
+    host = stage.tiers.states()[0]
+    assert sum(host.ref_counts) == 6
+
+    stage.tiers.end_claim("a", 0)
+
+    assert sum(stage.tiers.states()[0].ref_counts) == 0
+    assert stage.tiers.find(hashes_of(TOKENS)) == hits
+
+
+def test_a_late_restore_writes_only_to_blocks_that_nobody_uses() -> None:
+    """What arrives late and what is computed meanwhile need not be equal to the last bit."""
+    stage = TierStage(num_blocks=20, transfer_seconds=1.0)
+    fill(stage)
+    hits = stage.tiers.find(hashes_of(TOKENS))
+    stage.tiers.claim("a", 0, hits)
+    assert stage.manager.open(A, [], len(TOKENS))
+    old = list(stage.manager.table(A))
+    stage.tiers.begin_restore("a", 0, 0, hits)
+    stage.clock.advance(2)
+
+    assert stage.tiers.poll() == [TransferOutcome("a", TransferKind.RESTORE, 0, "deadline", is_given_up=True)]
+    assert list(stage.manager.owners()) == []
+    assert stage.manager.pool.num_used == 6, "the worker may still write there"
+    compute(stage, A, TOKENS)
+    assert not set(stage.manager.table(A)) & set(old)
+    stage.memory[stage.manager.table(A)] ^= 1  # so that another writer would be seen
+    before = stage.memory[stage.manager.table(A)].copy()
+    assert settle(stage) == []
+    assert (stage.memory[stage.manager.table(A)] == before).all()
+    assert stage.manager.pool.num_used == 6, "what was held is free, what was opened meanwhile is not"
+    stage.check_integrity()
+
+
 def test_a_restore_that_was_never_told_is_dropped_with_its_table() -> None:
     stage = TierStage()
     fill(stage)

@@ -16,39 +16,45 @@ def body(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-ROWS = [
-    {"data_parallel_rank": 1, "endpoint": "tcp://*:5558", "replay_endpoint": None, "topic": "kv"},
-    {"data_parallel_rank": 0, "endpoint": "tcp://0.0.0.0:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"},
-]
+def configured(endpoint: object, **more: object) -> dict[str, object]:
+    """One rank as vLLM 0.32 tells it."""
+    row = {
+        "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "replay_endpoint": None,
+        "buffer_steps": 10_000, "hwm": 100_000, "max_queue_size": 100_000, "topic": "",
+    }  # fmt: skip
+    return row | more
+
+
+RANKS = {
+    "1": configured("tcp://*:5558", topic="kv"),
+    "0": configured("tcp://0.0.0.0:5557", topic="kv", replay_endpoint="tcp://*:5657"),
+    "2": configured("tcp://*:5559", publisher="null"),
+}
 TARGETS = (
     Target(0, "tcp://10.1.2.3:5557", "tcp://10.1.2.3:5657", "kv"),
     Target(1, "tcp://10.1.2.3:5558", None, "kv"),
 )
 
 
-@pytest.mark.parametrize("answer", [ROWS, {"sources": ROWS}, {"sources": ROWS, "more": 1}])
-def test_vllms_sources_are_read_in_both_forms_and_a_wildcard_is_the_engines_host(answer: Any) -> None:
-    assert read_vllm_sources(body(answer), url=URL) == TARGETS
+def test_vllms_ranks_are_read_and_a_wildcard_is_the_engines_host() -> None:
+    assert read_vllm_sources(body(RANKS), url=URL) == TARGETS
 
 
 def test_a_host_that_an_engine_names_is_kept() -> None:
-    rows = [
-        {"data_parallel_rank": 0, "endpoint": "tcp://10.9.9.9:41001"},
-        {"data_parallel_rank": 3, "endpoint": "ipc:///tmp/kv"},
-    ]
+    rows = {"0": configured("tcp://10.9.9.9:41001"), "3": configured("ipc:///tmp/kv")}
 
     assert read_vllm_sources(body(rows), url=URL) == (Target(0, "tcp://10.9.9.9:41001"), Target(3, "ipc:///tmp/kv"))
 
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "::", "[::]"])
 def test_every_wildcard_is_recognised(host: str) -> None:
-    rows = [{"data_parallel_rank": 0, "endpoint": f"tcp://{host}:5557"}]
+    rows = {"0": configured(f"tcp://{host}:5557")}
 
     assert read_vllm_sources(body(rows), url="http://[fd00::7]:8000") == (Target(0, "tcp://[fd00::7]:5557"),)
 
 
 def test_an_engine_without_publishers_has_no_targets() -> None:
-    assert read_vllm_sources(b"[]", url=URL) == ()
+    assert read_vllm_sources(b"{}", url=URL) == ()
     assert read_sglang_info(body({"served_model_name": "m", "kv_events_config": None}), url=URL).targets == ()
     assert read_sglang_info(body({"kv_events_config": '{"publisher": "null"}'}), url=URL).targets == ()
 
@@ -56,10 +62,11 @@ def test_an_engine_without_publishers_has_no_targets() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        b"", b"<html>", b"[" * 100_000, body(7), body({}), body([7]), body([{}]), body([{"endpoint": 7}]),
-        body([{"endpoint": "tcp://x", "data_parallel_rank": 0}]), body([{"endpoint": "tcp://*:0"}]),
-        body([{"endpoint": "tcp://*:70000"}]), body([{"endpoint": "http://x:1"}]),
-        body([{"endpoint": "tcp://*:1", "data_parallel_rank": "0"}]), body([{"endpoint": "tcp://*:1"}] * 2000),
+        b"", b"<html>", b"[" * 100_000, body(7), body([]), body({"0": 7}), body({"0": {}}),
+        body({"x": configured("tcp://*:1")}), body({"0": configured(7)}), body({"0": configured("tcp://x")}),
+        body({"0": configured("tcp://*:0")}),
+        body({"0": configured("tcp://*:70000")}), body({"0": configured("http://x:1")}),
+        body({str(rank): configured("tcp://*:1") for rank in range(2000)}),
     ],
 )  # fmt: skip
 def test_an_answer_that_is_none_is_refused(answer: bytes) -> None:
@@ -77,8 +84,10 @@ SGLANG_TARGETS = (
     "info",
     [
         {"kv_event_sources": [
-            {"dp_rank": 0, "endpoint": "tcp://0.0.0.0:5557", "replay_endpoint": "tcp://*:5600", "topic": "kv"},
-            {"dp_rank": 1, "endpoint": "tcp://0.0.0.0:5558", "replay_endpoint": "tcp://*:5601", "topic": "kv"},
+            {"dp_rank": 0, "endpoint": "tcp://127.0.0.1:5557", "topic": "kv", "block_size": 16,
+             "replay_endpoint": "tcp://[::1]:5600"},
+            {"dp_rank": 1, "endpoint": "tcp://127.0.0.1:5558", "topic": "kv", "block_size": 16,
+             "replay_endpoint": "tcp://127.0.0.1:5601"},
         ]},
         {"kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "kv",
                        "dp_size": 2, "replay_endpoint_port_base": 5600, "block_size": 16}},

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import socket
 import threading
+import time
 from types import TracebackType
 
 import pytest
@@ -74,11 +76,13 @@ class Watched:
 
 
 def vllm_pages(*publishers: RoguePublisher) -> dict[str, bytes | int]:
-    rows = [
-        {"data_parallel_rank": rank, "endpoint": each.live.replace("127.0.0.1", "0.0.0.0"),
-         "replay_endpoint": each.replay and each.replay.replace("127.0.0.1", "*"), "topic": "kv"}
+    rows = {
+        str(rank): {
+            "endpoint": each.live.replace("127.0.0.1", "0.0.0.0"), "publisher": "zmq", "topic": "kv",
+            "replay_endpoint": each.replay and each.replay.replace("127.0.0.1", "*"),
+        }
         for rank, each in enumerate(publishers)
-    ]  # fmt: skip
+    }  # fmt: skip
     return {"/kv_event_sources": json.dumps(rows).encode(), "/v1/models": b'{"data": [{"id": "tiny"}]}'}
 
 
@@ -145,6 +149,11 @@ def test_an_engine_that_publishes_elsewhere_after_a_restart_is_followed_there() 
         watched.__enter__()
         try:
             wait_until(lambda: watched.hashes() == keys(1))
+            wait_until(lambda: len(pages.requests) >= 4)  # it has found everything as it should be ...
+            time.sleep(1.5)
+            num_requests = len([path for path, _ in pages.requests if path != "/metrics"])
+            time.sleep(1.5)
+            assert len([path for path, _ in pages.requests if path != "/metrics"]) == num_requests  # ... and rests
             first.close()
             wait_until(lambda: watched.value(m.SOURCE_UP) == 0)
             with RoguePublisher() as second:
@@ -155,6 +164,25 @@ def test_an_engine_that_publishes_elsewhere_after_a_restart_is_followed_there() 
                 assert watched.value(m.SOURCE_RESETS) == 1
         finally:
             watched.__exit__(None, None, None)
+
+
+def test_an_engine_whose_events_cannot_be_had_is_not_asked_all_the_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, EnginePages({}) as pages:
+        ranks = {"0": {"publisher": "zmq", "endpoint": f"tcp://*:{silent.getsockname()[1]}", "topic": "kv"}}
+        pages.pages.update({"/kv_event_sources": json.dumps(ranks).encode(), "/v1/models": b"{}"})
+        with Watched(parse_engine(f"a=vllm+{pages.url}")) as watched:
+            wait_until(lambda: 0 in watched.ranks)
+            time.sleep(8)
+            assert watched.value(m.SOURCE_UP) == 0
+            assert 3 <= [path for path, _ in pages.requests].count("/kv_event_sources") <= 6
+
+
+def test_a_name_of_megabytes_is_cut() -> None:
+    with RoguePublisher() as publisher, EnginePages(vllm_pages(publisher)) as pages:
+        pages.pages["/v1/models"] = json.dumps({"data": [{"id": "x" * (1 << 20)}]}).encode()
+        with Watched(parse_engine(f"a=vllm+{pages.url}")) as watched:
+            wait_until(lambda: watched.source.model_name != "")
+            assert watched.source.model_name == "x" * foreign.MAX_NAME_LETTERS
 
 
 def test_given_addresses_need_no_answer_from_the_engine() -> None:
@@ -168,7 +196,7 @@ def test_given_addresses_need_no_answer_from_the_engine() -> None:
 
 
 def test_an_engine_without_kv_events_has_a_rank_for_its_metrics() -> None:
-    with EnginePages({"/kv_event_sources": b"[]"}) as pages, Watched(parse_engine(f"a=vllm+{pages.url}")) as watched:
+    with EnginePages({"/kv_event_sources": b"{}"}) as pages, Watched(parse_engine(f"a=vllm+{pages.url}")) as watched:
         wait_until(lambda: 0 in watched.ranks)
         assert (watched.value(m.SOURCE_UP), watched.value(m.SOURCE_COMPLETE)) == (1, 0)
         assert watched.value(m.SOURCE_DRIFT) is None

@@ -12,7 +12,12 @@ from kvwatch.sources.insight import make_observer
 from kvwatch.sources.insight.ghosts import Ghosts
 from kvwatch.sources.insight.observer import Insight
 from kvwatch.sources.insight.prefixes import PrefixForest, Shape, Subtree
+from kvwatch.sources.mirror import Mirror
 from kvwatch.telemetry import metrics as m
+from kvwatch.telemetry.clock import SystemClock
+from kvwatch.telemetry.log import EventLog
+from kvwatch.telemetry.schema import Metric
+from kvwatch.wire.foreign import Cleared, ForeignBatch, Stored
 
 
 def name(number: int) -> bytes:
@@ -179,14 +184,43 @@ def test_the_shape_of_a_long_chain_is_found() -> None:
     assert shape.largest == (Subtree(name(4000), 4001, 999 + 100, 2),)
 
 
-def test_a_forest_without_room_says_that_it_is_not_whole() -> None:
+def test_a_forest_without_room_gives_its_own_back_until_all_is_cleared() -> None:
     forest = PrefixForest(max_blocks=10)
     forest.store([name(each) for each in range(8)], None)
     assert not forest.num_left_out
     forest.store([name(each) for each in range(20, 25)], None)
-    assert (forest.shape().num_blocks, forest.num_left_out) == (8, 5)
+    forest.store([name(30)], None)
+    forest.remove([name(3), name(30)])
+    assert (forest.shape().num_blocks, forest.num_left_out) == (0, 6)
     forest.clear()
-    assert (forest.shape().num_blocks, forest.num_left_out) == (0, 0)
+    forest.store([name(1)], None)
+    assert (forest.shape().num_blocks, forest.num_left_out) == (1, 0)
+
+
+def test_details_are_given_up_before_counts_are() -> None:
+    log = EventLog()
+    insight = make_observer(100)
+    mirror = Mirror(log, SystemClock(), max_blocks=100, observer=insight)
+    mirror.confirm()
+    shapes = {m.KV_PREFIX_ROOTS, m.KV_PREFIX_BRANCHES, m.KV_PREFIX_FAN_OUT_MAX, m.KV_PREFIX_DEPTH_MAX}
+
+    def shown() -> set[Metric]:
+        insight._shapes.clear()  # as if it had been looked at long ago
+        return shapes & {sample.metric for sample in insight.samples()}
+
+    def store(*hashes: int) -> None:
+        mirror.apply(ForeignBatch([Stored(block_hashes=list(hashes), block_size=16)], 1.0))
+
+    store(*range(70))
+    assert shown() == shapes
+    store(*range(70, 90))
+    assert shown() == set()
+    assert (mirror.num_blocks, mirror.is_whole) == (90, True)
+    store(*range(90, 120))
+    assert not mirror.is_whole
+    mirror.apply(ForeignBatch([Cleared(), Stored(block_hashes=[7], block_size=16)], 2.0))
+    assert shown() == shapes
+    assert mirror.is_whole
 
 
 def test_a_look_at_the_shape_is_not_taken_more_often_than_was_said() -> None:
@@ -201,7 +235,7 @@ def test_a_look_at_the_shape_is_not_taken_more_often_than_was_said() -> None:
 
 
 def test_a_rank_tells_what_it_learnt() -> None:
-    insight = make_observer()
+    insight = make_observer(1_000)
     insight.on_stored("device", "0", [b"a", b"b", b"c"], None, 0, None)
     insight.on_stored("device", "0", [b"d"], b"b", 0, None)
     insight.on_removed("device", "0", [b"d", b"c"], [1, 1], 1_000_000_000)

@@ -19,6 +19,7 @@ from kvwatch.sources.engine_http import EngineHTTP
 from kvwatch.sources.engines import parse_engine
 from kvwatch.sources.scrape import make_scraper
 from kvwatch.sources.scrape.page import PageError, read_page
+from kvwatch.sources.scrape.rules import Rule
 from kvwatch.sources.scrape.scraper import MetricsScraper
 from kvwatch.sources.scrape.sglang import SGLANG
 from kvwatch.sources.scrape.totals import Totals
@@ -182,18 +183,46 @@ def test_a_histogram_that_falls_or_has_no_end_is_absent() -> None:
     falls = 'vllm:e2e_request_latency_seconds_bucket{le="1"} 5\nvllm:e2e_request_latency_seconds_bucket{le="+Inf"} 3\n'
     endless = 'vllm:e2e_request_latency_seconds_bucket{le="1"} 5\n'
     wrong = 'vllm:e2e_request_latency_seconds_bucket{le="x"} 5\nvllm:e2e_request_latency_seconds_bucket{le="+Inf"} 5\n'
-    for text in (falls, endless, wrong):
+    absurd = "".join(f'vllm:e2e_request_latency_seconds_bucket{{le="{each}"}} 1\n' for each in [*range(300), "+Inf"])
+    for text in (
+        falls,
+        endless,
+        wrong,
+        absurd,
+        *(falls.replace(" 3", f" {each}") for each in ("NaN", "+Inf", "1e400")),
+    ):
         assert not read_page(text, VLLM).ranks[0]
 
 
-@given(st.text(alphabet=st.sampled_from('vllm:num_requests_running{}=",0123456789.+-eE \n#HELPTYPE\\'), max_size=200))
-def test_any_text_is_read_or_refused(text: str) -> None:
+def test_ranks_that_no_engine_has_are_left_out() -> None:
+    text = "".join(
+        f'vllm:num_requests_running{{engine="{rank}"}} 1\n' for rank in ("0", "7", "1024", "99999", "x", "-1")
+    )
+    assert read_page(text, VLLM).ranks.keys() == {0, 7}
+
+
+NUMBERS = st.sampled_from(["0", "1", "-1", "NaN", "+Inf", "1e400", "1e18", "", "x", '"'])
+LINES = st.lists(st.tuples(st.sampled_from(VLLM.rules), st.sampled_from(["", "_bucket", "_sum"]), NUMBERS, NUMBERS))
+
+
+@given(
+    st.text(alphabet=st.sampled_from('vllm:num_requests_running{}=",0123456789.+-eE \n#HELPTYPE\\'), max_size=200),
+    LINES,
+)
+def test_any_text_is_read_or_refused(text: str, lines: list[tuple[Rule, str, str, str]]) -> None:
+    told = "\n".join(f'{rule.names[0]}{suffix}{{le="{bound}"}} {number}' for rule, suffix, bound, number in lines)
+    for each in ("vllm:" + text, told):
+        _read_or_refuse(each)
+
+
+def _read_or_refuse(text: str) -> None:
     try:
-        page = read_page("vllm:" + text, VLLM)
+        page = read_page(text, VLLM)
     except PageError:
         return
     for found in page.ranks.values():
         assert all(math.isfinite(each.value) for each in found if isinstance(each, Sample))
+        assert all(math.isfinite(each.sum) for each in found if isinstance(each, HistogramSample))
 
 
 # ---------------------------------------------------------------- over sockets

@@ -38,6 +38,17 @@ class Hit:
     """The scheduler has its answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Part of a hit that is kept where it is: blocks of one tier, held by the sequence."""
+
+    level: Level
+    blocks: list[BlockId]
+    hashes: tuple[BlockHash, ...]
+    num_missing: int
+    """Blocks of this part that were found, and are gone."""
+
+
 class Restore:
     """Engine thread only."""
 
@@ -55,6 +66,7 @@ class Restore:
         self._device = device
         self._desk = desk
         self._speed = speed
+        self._claims: dict[Owner, list[Claim]] = {}
 
     def find(self, hashes: Sequence[BlockHash]) -> list[TierHit]:
         """Return which leading part of `hashes` the tiers hold, nearest tier first for each.
@@ -75,23 +87,41 @@ class Restore:
             level.pool.touch(blocks)
         return [TierHit(level.tier, tuple(run)) for level, _, run in runs]
 
+    def claim(self, owner: Owner, hits: Sequence[TierHit]) -> None:
+        """Hold what was found for a sequence, up to the first block that is gone."""
+        assert owner not in self._claims, f"{owner} has claimed something already"
+        claims = self._claims[owner] = []
+        for hit in hits:
+            level = next(level for level in self._levels if level.tier == hit.tier)
+            blocks = _leading(level, hit.hashes)
+            if blocks:
+                level.pool.reuse(blocks, owner)
+            count = len(blocks)
+            claims.append(Claim(level, blocks, hit.hashes[:count], len(hit.hashes) - count))
+            if claims[-1].num_missing:
+                return
+
+    def end_claim(self, owner: Owner) -> None:
+        """Let go of what a sequence has claimed."""
+        for claim in self._claims.pop(owner):
+            if claim.blocks:
+                claim.level.pool.release(claim.blocks[::-1], owner, "aborted")
+
     def begin(self, owner: Owner, first_index: int, hits: Sequence[TierHit]) -> None:
         """Begin to fill the blocks of a sequence's table from `first_index` on."""
+        if owner not in self._claims:
+            self.claim(owner, hits)
         hit = Hit(owner)
         table = self._manager.table(owner)
-        for each in hits:
-            level = next(level for level in self._levels if level.tier == each.tier)
-            # Making room for this very sequence may all the same have cost a small tier some of what was found.
-            blocks = _leading(level, each.hashes)
-            targets = table[first_index : first_index + len(blocks)]
-            first_index += len(blocks)
-            if blocks:
-                self._begin_part(hit, level, blocks, each.hashes[: len(blocks)], targets)
-            if len(blocks) < len(each.hashes):
-                missing = len(each.hashes) - len(blocks)
-                self._desk.emit_not_begun("restore", owner.request, (level.tier, "device"), "missing", missing)
+        for claim in self._claims.pop(owner):
+            targets = table[first_index : first_index + len(claim.blocks)]
+            first_index += len(targets)
+            if targets:
+                self._begin_part(hit, claim, targets)
+            if claim.num_missing:
+                missing, tier = claim.num_missing, claim.level.tier
+                self._desk.emit_not_begun("restore", owner.request, (tier, "device"), "missing", missing)
                 hit.is_short = True
-                break
         if not hit.parts:
             self._desk.tell(self._outcome(hit))
 
@@ -104,13 +134,11 @@ class Restore:
                 return level, block
         return None
 
-    def _begin_part(
-        self, hit: Hit, level: Level, blocks: list[BlockId], hashes: Sequence[BlockHash], targets: list[BlockId]
-    ) -> None:
-        level.pool.reuse(blocks, hit.owner)
+    def _begin_part(self, hit: Hit, claim: Claim, targets: list[BlockId]) -> None:
+        level = claim.level
         self._manager.hold(hit.owner)
-        job = Job(level.store, level.keys(blocks, hashes), self._device, targets)
-        end = partial(self._end_part, hit, level, blocks, targets)
+        job = Job(level.store, level.keys(claim.blocks, claim.hashes), self._device, targets)
+        end = partial(self._end_part, hit, level, claim.blocks, targets)
         late = partial(self._tell_late, hit)
         part = self._desk.begin("restore", hit.owner.request, (level.tier, "device"), job, end, late)
         hit.parts.append(part)
@@ -142,14 +170,15 @@ class Restore:
         return self._outcome(hit)
 
     def _tell_late(self, hit: Hit, transfer: Transfer) -> TransferOutcome | None:
-        """Give the hit up. What the worker may still write is what the sequence computes there itself: the same."""
+        """Give the hit up. The blocks stay held until the worker has let go of them, and nobody uses them meanwhile."""
         for other in hit.parts:
             if other is not transfer:
                 self._desk.drop(other)
         if hit.is_told:
             return None
-        hit.is_broken, hit.error = True, "deadline"
-        return self._outcome(hit)
+        hit.is_broken = hit.is_told = True
+        self._manager.release(hit.owner, "truncated")
+        return TransferOutcome(hit.owner.request, TransferKind.RESTORE, 0, "deadline", is_given_up=True)
 
     def _outcome(self, hit: Hit) -> TransferOutcome:
         hit.is_told = True

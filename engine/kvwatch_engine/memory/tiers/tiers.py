@@ -148,6 +148,14 @@ class MemoryTiers:
         """Return which leading part of `hashes` the tiers hold, nearest first; it is evicted last now."""
         return self._restore.find(hashes)
 
+    def claim(self, request_id: str, sequence: int, hits: Sequence[TierHit]) -> None:
+        """Keep what `find` found until `begin_restore` or `end_claim`."""
+        self._restore.claim(Owner(request_id, sequence), hits)
+
+    def end_claim(self, request_id: str, sequence: int) -> None:
+        """Let go of what a sequence has claimed, since there is no room for it."""
+        self._restore.end_claim(Owner(request_id, sequence))
+
     def begin_restore(self, request_id: str, sequence: int, first_index: int, hits: Sequence[TierHit]) -> None:
         """Begin to fill the blocks of a sequence's table from `first_index` on with what `find` found."""
         self._restore.begin(Owner(request_id, sequence), first_index, hits)
