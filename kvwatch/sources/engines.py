@@ -60,7 +60,7 @@ class EngineSpec:
     replay: str | None = None
     """Endpoint of rank 0's replays; none to ask the engine, `off` for no replays."""
     mode: Literal["auto", "bind", "connect"] = "auto"
-    """Whether the sidecar binds the endpoint of live events; auto: if the engine connects to it."""
+    """Whether the sidecar binds the endpoint of live events, since the engine connects to it; auto: no."""
     topic: str = ""
     """Topic of KV events."""
     dp_ranks: int = 1
@@ -68,7 +68,7 @@ class EngineSpec:
     token_ids: bool = False
     """Whether token ids, which are what users wrote, are kept."""
     max_blocks: int = 2_000_000
-    """Most resident hashes that are remembered for each rank; beyond it the sidecar gives up details first."""
+    """Most resident hashes that are remembered for each rank; details are given up before counts are."""
 
     def token(self) -> str | None:
         """Return the token to send, as its file says now; none if none is to be sent.

@@ -4,6 +4,7 @@ Bounded in number and bytes. What does not fit is refused; it is missed again la
 """
 
 from collections import deque
+from heapq import heappop, heappush
 
 MAX_BATCHES = 50_000
 MAX_BYTES = 64 << 20
@@ -15,11 +16,13 @@ Numbered = tuple[int, bytes]
 class HeldBatches:
     """Live batches in the order of their arrival, and batches of the present life by number."""
 
-    __slots__ = ("_live", "_max_batches", "_max_bytes", "_num_bytes", "_numbered", "num_refused")
+    __slots__ = ("_ascending", "_live", "_max_batches", "_max_bytes", "_num_bytes", "_numbered", "num_refused")
 
     def __init__(self, max_batches: int = MAX_BATCHES, max_bytes: int = MAX_BYTES) -> None:
         self._live: deque[Numbered] = deque()
         self._numbered: dict[int, bytes] = {}
+        self._ascending: list[int] = []
+        """A heap of the numbers held; also some that were taken since."""
         self._max_batches = max_batches
         self._max_bytes = max_bytes
         self._num_bytes = 0
@@ -41,7 +44,7 @@ class HeldBatches:
     def hold_numbered(self, seq: int, payload: bytes) -> None:
         """Keep a batch of the present life, to be had by its number; one that is held already is not kept twice."""
         if seq not in self._numbered and self._fits(payload):
-            self._numbered[seq] = payload
+            self._number(seq, payload)
 
     def first_live(self) -> Numbered | None:
         """Return the live batch that came first."""
@@ -57,30 +60,38 @@ class HeldBatches:
         if seq in self._numbered:
             self._num_bytes -= len(payload)
         else:
-            self._numbered[seq] = payload
+            self._number(seq, payload)
 
     def take_numbered(self, seq: int) -> bytes | None:
         """Return the batch of a number and let go of it."""
         payload = self._numbered.pop(seq, None)
         if payload is not None:
             self._num_bytes -= len(payload)
+        if not self._numbered:
+            self._ascending.clear()
         return payload
 
     def lowest(self, at_least: int) -> int | None:
-        """Return the lowest number held that is not below `at_least`."""
-        numbers = [seq for seq in self._numbered if seq >= at_least]
-        numbers += [seq for seq, _ in self._live if seq >= at_least]
+        """Return the lowest number held that is not below `at_least`; let go of numbered ones below it."""
+        self.forget_below(at_least)
+        while self._ascending and self._ascending[0] not in self._numbered:
+            heappop(self._ascending)
+        numbers = self._ascending[:1] + [seq for seq, _ in self._live if seq >= at_least]
         return min(numbers, default=None)
 
     def forget_below(self, seq: int) -> None:
-        """Let go of batches that are of no use any more."""
-        for each in [number for number in self._numbered if number < seq]:
-            self.take_numbered(each)
+        """Let go of numbered batches that are of no use any more."""
+        while self._ascending and self._ascending[0] < seq:
+            self.take_numbered(heappop(self._ascending))
 
     def forget_numbered(self) -> None:
         """Let go of all that is kept by number: that life is over."""
         for seq in list(self._numbered):
             self.take_numbered(seq)
+
+    def _number(self, seq: int, payload: bytes) -> None:
+        self._numbered[seq] = payload
+        heappush(self._ascending, seq)
 
     def _fits(self, payload: bytes) -> bool:
         if len(self) >= self._max_batches or self._num_bytes + len(payload) > self._max_bytes:

@@ -63,8 +63,11 @@ def bench(server: ServerProcess, num_requests: int, *words: str) -> Any:
         "--request-timeout", "3600", "--json", *words,
     )  # fmt: skip
     output, errors = process.communicate()
-    assert process.returncode == 0, errors
-    return json.loads(output)
+    assert output, errors
+    report = json.loads(output)
+    missed = [each for each in report["assertions"] if not each["is_met"]]
+    assert process.returncode == 0, (missed, report["errors"], report["isolation"], errors)
+    return report
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -70,8 +70,8 @@ EXPORTERS = (
         name="reset-that-nobody-hears",
         stands_for="O49: a reset of the cache is not told, and readers route to blocks that are gone.",
         file="kvwatch/exporters/kv_events/translator.py",
-        old="        self.residency.clear()\n        return [AllBlocksCleared()]\n\n    def _end",
-        new="        self.residency.clear()\n        return []\n\n    def _end",
+        old="        self.residency.clear()\n        return [AllBlocksCleared()]\n\n    def _relocate",
+        new="        self.residency.clear()\n        return []\n\n    def _relocate",
         tests=(KV_EVENTS,),
     ),
     Fault(

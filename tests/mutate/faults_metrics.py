@@ -91,8 +91,8 @@ METRICS = (
         name="out-of-memory-is-any-failure",
         stands_for="A step that failed for want of memory looks like any other.",
         file="engine/kvwatch_engine/core.py",
-        old="            if is_out_of_memory(error):\n",
-        new="            if False:\n",
+        old="        if is_out_of_memory(error):\n",
+        new="        if False:\n",
         tests=(EVENTS, LOAD),
     ),
     Fault(

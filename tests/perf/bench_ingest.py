@@ -3,8 +3,8 @@
     python tests/perf/bench_ingest.py
 
 Messages as a vLLM publishes them (16 blocks of 16 tokens in each batch, every block with an event of its own, as while
-sequences decode) go through decoder, mirror, observer and event log, with a reader of the log that keeps up. An event is
-one block stored or removed; every form is timed with 100,000 blocks resident, as many removed as stored. Budgets:
+sequences decode) go through decoder, mirror, observer and event log, with a reader of the log that keeps up. An event
+is one block stored or removed; every form is timed with 100,000 blocks resident, as many removed as stored. Budgets:
 200,000 block events in a second of one core, in the form of vLLM 0.26 and later, with all that a sidecar does; 400 MB
 resident at a million blocks. Other forms, and what is faster without an observer, are printed beside.
 """

@@ -5,6 +5,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -99,7 +100,7 @@ def test_four_ranks_have_series_of_their_own_and_what_one_loses_is_not_the_other
 
 
 def test_blocks_are_published_again_with_their_size_though_it_was_not_known_at_first() -> None:
-    publish = {
+    publish: dict[str, Any] = {
         "kv_events": "tcp://127.0.0.1:0", "kv_events_socket": "bind", "kv_events_replay": "tcp://127.0.0.1:0",
         "kv_events_topic": TOPIC.decode(),
     }  # fmt: skip

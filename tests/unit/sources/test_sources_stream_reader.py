@@ -1,6 +1,7 @@
 """The order of batches under everything that a network and a publisher can do, against the publisher's own truth."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -279,3 +280,69 @@ def test_the_base_of_a_publisher_that_keeps_sums_makes_the_history_whole() -> No
 
     assert reader.mirror.is_whole
     assert resident(reader) == keys(77, 1_000_000 + 2003)
+
+
+HOLDS = st.lists(
+    st.one_of(
+        st.tuples(st.just("hold"), st.integers(0, 30)),
+        st.tuples(st.just("live"), st.integers(0, 30)),
+        st.tuples(st.sampled_from(["aside", "drop"]), st.just(0)),
+        st.tuples(st.sampled_from(["take", "forget", "lowest"]), st.integers(0, 31)),
+        st.tuples(st.just("forget all"), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(HOLDS)
+def test_held_batches_are_those_of_a_list_and_a_dictionary(steps: list[tuple[str, int]]) -> None:
+    held = HeldBatches(max_batches=20)
+    live: list[int] = []
+    numbered: set[int] = set()
+    for act, seq in steps:
+        has_room = len(live) + len(numbered) < 20
+        if act == "hold":
+            held.hold_numbered(seq, b"12")
+            numbered |= {seq} if has_room else set()
+        elif act == "live":
+            held.hold_live(seq, b"12")
+            live += [seq] if has_room else []
+        elif act == "aside" and live:
+            held.put_aside_first_live()
+            numbered.add(live.pop(0))
+        elif act == "drop" and live:
+            held.drop_first_live()
+            live.pop(0)
+        elif act == "take":
+            assert (held.take_numbered(seq) is not None) == (seq in numbered)
+            numbered.discard(seq)
+        elif act in ("forget", "lowest"):
+            numbered = {each for each in numbered if each >= seq}
+            if act == "forget":
+                held.forget_below(seq)
+            else:
+                assert held.lowest(seq) == min([*numbered, *(each for each in live if each >= seq)], default=None)
+        elif act == "forget all":
+            held.forget_numbered()
+            numbered.clear()
+        assert len(held) == len(live) + len(numbered)
+        assert held.num_bytes == 2 * len(held)
+        assert held.first_live() == ((live[0], b"12") if live else None)
+
+
+def test_many_holes_do_not_hold_up_the_loop() -> None:
+    """Each hole that is given up costs the same, however many batches wait behind it."""
+
+    def seconds(num_holes: int) -> float:
+        reader = make_reader(can_replay=True)
+        reader.wants_healing = True
+        reader.begin_at_zero()
+        for number in range(num_holes):
+            reader.take_live(2 * number + 1, batch(stored(number), ts=float(number + 1)))
+        began = time.process_time()
+        reader.end_healing()
+        assert reader.mirror.num_blocks == num_holes
+        return time.process_time() - began
+
+    seconds(500)
+    assert seconds(16_000) < 10 * seconds(4_000), "twice as many holes take four times as long"
