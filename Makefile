@@ -1,7 +1,7 @@
 # The whole contributor interface. Each target sets up what it needs; flags go through ARGS, for instance
 #   make serve ARGS="--port 8001 --num-blocks 500"
 #   make test ARGS="-k scheduler -x"
-.PHONY: install serve test test-all test-gpu test-vllm check fix bench bench-gpu mutate derive clean help
+.PHONY: install serve test test-all test-gpu test-vllm check fix bench bench-gpu study mutate derive clean help
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
@@ -76,6 +76,10 @@ derive: $(STAMP) ## write what is generated from the declarations
 
 bench: $(STAMP) ## benchmarks as JSON; exits 1 when a budget is missed
 	$(BIN)/python tests/perf/bench.py $(ARGS)
+
+study: $(STAMP) ## what the engine's defaults rest on: tables and plots under docs/studies
+	for study in watermark victims swap block_size; do \
+		PYTHONPATH=tests/perf $(BIN)/python tests/studies/$$study.py || exit 1; done
 
 mutate: $(STAMP) promtool ## deliberate faults, one by one: each must make a test fail
 	PYTHONPATH=tests $(BIN)/python -m mutate.run $(ARGS)

@@ -3,11 +3,16 @@
 import logging
 
 import structlog
+from hypothesis import settings
 
 from kvwatch_engine.threads import bound_spinning
 
 # Before any test module imports torch: tests run beside servers of their own.
 bound_spinning(2000)
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("kvwatch", deadline=None)
+settings.load_profile("kvwatch")
 
 
 def pytest_configure() -> None:

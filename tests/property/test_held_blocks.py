@@ -30,10 +30,16 @@ def check_sequences(core: EngineCore) -> None:
     for request in core.scheduler.lifecycle.running:
         leader = request.live_sequences()[0]
         for sequence in request.active_sequences():
-            num_tokens = sequence.num_computed
-            if sequence is leader and not sequence.is_decoding and core.settings.reserve_prompt:
-                num_tokens = sequence.num_tokens
-            assert len(manager.table(sequence.owner)) == blocks_for(num_tokens, size), sequence.owner
+            computed, reserved = blocks_for(sequence.num_computed, size), blocks_for(sequence.num_tokens, size)
+            allowed = {computed}
+            if sequence is leader and core.settings.reserve_prompt:
+                if not sequence.is_decoding:
+                    allowed = {reserved}
+                    if request.has_forked and sequence.index > 0:
+                        allowed.add(computed)  # a follower whose leader has ended: nothing was reserved for it
+                elif request.num_preemptions:
+                    allowed.add(reserved)  # it has resumed, and its newest token found no room in the step
+            assert len(manager.table(sequence.owner)) in allowed, sequence.owner
         if request.has_forked and len(request.sequences) > 1:
             check_sharing(core, request)
 
