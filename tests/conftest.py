@@ -1,7 +1,9 @@
 """Settings for all tests."""
 
 import logging
+from collections.abc import Iterator
 
+import pytest
 import structlog
 from hypothesis import settings
 
@@ -24,3 +26,15 @@ def pytest_configure() -> None:
         cache_logger_on_first_use=False,
     )
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+@pytest.fixture(autouse=True)
+def _logs_stay_as_they_were() -> Iterator[None]:
+    """A test that runs a command in this process configures logs as the command does: the next one must not see it."""
+    root, configuration = logging.getLogger(), structlog.get_config()
+    handlers, level = root.handlers[:], root.level
+    yield
+    if structlog.get_config() != configuration:
+        structlog.configure(**configuration)
+        root.handlers[:] = handlers
+        root.setLevel(level)

@@ -28,6 +28,7 @@ BLOCK_SIZE = 16
 FEW_BLOCKS = 25
 """So few that a dozen requests press each other as much as a thousand do in the larger pool."""
 NUM_CLIENTS = 12
+MAX_ROUNDS = 4
 NEAR_TIE = 1e-4
 MAX_EXCUSED_SHARE = 0.02
 
@@ -192,16 +193,23 @@ def test_a_thousand_requests_in_every_mode(model: LoadedModel, unpressured_thous
     check_waits(unpressured_thousand[0], answers.events)
 
 
+@pytest.mark.slow
 def test_auto_swaps_over_a_fast_link_and_recomputes_behind_a_slow_one(model: LoadedModel, unpressured: Load) -> None:
     requests, expected = unpressured
     for bandwidth, mode in [(2e8, "swap"), (2e6, "recompute")]:
         stage = Stage(model, with_host=True, bandwidth=bandwidth, preemption_mode="auto", num_blocks=FEW_BLOCKS)
-        answers = serve_all(stage.core, requests, NUM_CLIENTS)
-        measured = [
-            event
-            for event in stage.preemptions()
-            if event.swap_estimate_ns is not None and event.recompute_estimate_ns is not None
-        ]
+        measured: list[RequestPreempted] = []
+        for _ in range(
+            MAX_ROUNDS
+        ):  # while nothing is measured it swaps, and behind a slow link that may be a whole round
+            answers = serve_all(stage.core, requests, NUM_CLIENTS)
+            measured += [
+                event
+                for event in stage.preemptions()
+                if event.swap_estimate_ns is not None and event.recompute_estimate_ns is not None
+            ]
+            if measured:
+                break
         stage.core.close()
         for event in measured:
             cheaper = "swap" if event.swap_estimate_ns < event.recompute_estimate_ns else "recompute"  # type: ignore[operator]
