@@ -69,7 +69,7 @@ def test_a_mixed_load_on_a_small_pool(
     gained = counter(after, "kvwatch_generated_tokens_total") - counter(before, "kvwatch_generated_tokens_total")
     assert 0 < crowded["throughput"]["output_tokens"] <= gained
     assert 0 < seen["hit_ratio"] < 1
-    assert 0 <= seen["min_free_blocks"] < NUM_BLOCKS
+    assert 0 <= seen["min_free_blocks"] <= NUM_BLOCKS  # sampled once a second: a short run may fall between two samples
     assert 0 < seen["waste_ratio"] < 1
     assert page.read_text().count("<svg") >= 5
     values = report_values(msgspec.convert(crowded, Report))
