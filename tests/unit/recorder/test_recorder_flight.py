@@ -1,5 +1,6 @@
 """The flight recorder: what it holds, when it is written out, what it costs."""
 
+import itertools
 import shutil
 import time
 import tracemalloc
@@ -41,6 +42,12 @@ def asked(stage: RecordingStage, reason: str) -> "Future[Path]":
 
 def dropped(stage: RecordingStage) -> float:
     return next(s.value for s in stage.part.samples() if s.metric is m.TELEMETRY_DROPPED)
+
+
+def lively_seconds(recording: Recording, place: int, silence: float) -> float:
+    """Return how far the recording goes back from its end to that frame, where no silence counts for more than told."""
+    times = [time for frame in recording.frames[place:] for time in (frame.span.first_ns, frame.span.last_ns)]
+    return sum(min((later - earlier) / SECOND, silence) for earlier, later in itertools.pairwise(times))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -142,8 +149,11 @@ def test_a_dump_goes_back_as_far_as_it_was_told(tmp_path: Path) -> None:
 
     with Recording(path) as recording:
         assert recording.span is not None
-        seconds = (recording.span.last_ns - recording.span.first_ns) / SECOND
-        assert 0.3 <= seconds < 1.0
+        assert (recording.span.last_ns - recording.span.first_ns) / SECOND >= 0.3
+        states = [place for place, frame in enumerate(recording.frames) if frame.kind is FrameKind.STATE]
+        assert states[0] == 0
+        assert lively_seconds(recording, 0, silence=0.03) >= 0.3
+        assert lively_seconds(recording, states[1], silence=0.03) < 0.3, "the next state would have been old enough"
 
 
 def test_a_dump_after_a_long_stall_shows_what_came_before_it(tmp_path: Path) -> None:
