@@ -13,7 +13,7 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def is_fast(device: torch.device) -> bool:
-    """Whether `linear` is the fastest float32 product of a device for any number of rows: a CPU with AVX-512."""
+    """Whether `linear` is the fastest float32 product of a device for any number of rows: a CPU with AVX2."""
     return device.type == "cpu" and has_fast_linear()
 
 

@@ -37,7 +37,7 @@ def test_weights_in_bfloat16_give_the_logits_of_the_same_weights_in_float32(fold
     assert small.info.dtype == "float32"
 
 
-@pytest.mark.skipif(not is_fast(torch.device("cpu")), reason="this CPU has no AVX-512")
+@pytest.mark.skipif(not is_fast(torch.device("cpu")), reason="this CPU has no AVX2")
 def test_their_size_is_that_of_matrices_in_bfloat16_and_vectors_in_float32(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sizes = [parameter.numel() * (2 if parameter.ndim > 1 else 4) for parameter in model.parameters()]

@@ -1,6 +1,7 @@
 """Linear layers whose weights lie in the order in which the CPU's matrix products read them."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch.nn import functional
@@ -14,9 +15,9 @@ class Linear:
     The weight is reordered once, and the plain layout is not kept. Which layout depends on where and in what the layer
     computes:
 
-    - float32 on a CPU with AVX-512: our own panels (`kvwatch_kernels.linear`), in the weight's dtype. A checkpoint in
-      bfloat16 stays that small, and is widened, which is exact, in registers.
-    - otherwise on a CPU: oneDNN's blocked layout, in the dtype that is computed in.
+    - float32 on a CPU with AVX2 or AVX-512: our own panels (`kvwatch_kernels.linear`), in the weight's dtype. A
+      checkpoint in bfloat16 stays that small, and is widened, which is exact, in registers.
+    - otherwise on a CPU: oneDNN's blocked layout, in the dtype that is computed in, where oneDNN has that.
     - elsewhere: the plain weight.
     """
 
@@ -64,9 +65,17 @@ def _applied(
     if dtype == torch.float32 and is_fast(weight.device):
         packed = pack_weight(weight, bias)
         return lambda x: linear(x, packed)
-    if weight.device.type == "cpu" and torch._C._has_mkldnn:
+    if weight.device.type == "cpu" and _onednn_multiplies(dtype):
         # No batch size is given: it would only be a hint, and batches differ from step to step.
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         product = torch.ops.mkldnn._linear_pointwise
         return lambda x: product(x, blocked, bias, "none", [], "")
     return lambda x: functional.linear(x, weight, bias)
+
+
+@cache
+def _onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN takes packed weights of a dtype on this CPU; in bfloat16 it wants AVX-512 or its like."""
+    if not torch._C._has_mkldnn:
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

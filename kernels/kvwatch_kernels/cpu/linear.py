@@ -44,8 +44,9 @@ _MIN_PRODUCTS = 4
 
 @cache
 def has_fast_linear() -> bool:
-    """Whether this CPU has AVX-512: fewer registers do not hold the sums, and then torch's own product is faster."""
-    return bool(binding.get_host_cpu_features().get("avx512f", False))
+    """Whether this CPU has AVX-512, or AVX2 with fused multiply-adds: on others it was never measured."""
+    features = binding.get_host_cpu_features()
+    return bool(features.get("avx512f") or (features.get("avx2") and features.get("fma")))
 
 
 def pack_panels(weight: Tensor) -> Tensor:

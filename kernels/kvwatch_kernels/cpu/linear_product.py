@@ -2,8 +2,8 @@
 
 A panel is `PANEL` output features, interleaved so that one step of the depth is one stretch of memory. The sums of up
 to `MAX_ROWS` rows, two vectors each, stay in registers while the depth is walked, so that each weight is loaded once
-for all of them. Each element is one chain of fused multiply-adds in ascending depth that starts at the bias: its bits
-do not depend on the number of rows.
+for all of them; where a processor has fewer registers than AVX-512, in parts (`registers.py`). Each element is one
+chain of fused multiply-adds in ascending depth that starts at the bias: its bits do not depend on the number of rows.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from kvwatch_kernels.cpu.compiled import subroutine
 from kvwatch_kernels.cpu.elements import F32_POINTER, I32_POINTER
 from kvwatch_kernels.cpu.loops import rolled_range
 from kvwatch_kernels.cpu.memory import Pointer, prefetch
+from kvwatch_kernels.cpu.registers import Part, host_registers, product_parts
 from kvwatch_kernels.cpu.vectors import F32_LANES, I32_LANES, I64, LANES, Emitter, broadcast, emitted, emitted_for, fma
 
 PANEL = 2 * LANES
@@ -27,15 +28,15 @@ LINE_BYTES = 64
 """One prefetch."""
 
 PanelLoader: TypeAlias = Callable[[ir.Value], list[ir.Value]]
-"""Emits the two vectors of weights of one step of the depth."""
+"""Emits vectors of weights of one step of the depth."""
 
 _ROW_OF = {F32_POINTER: PANEL, I32_POINTER: LANES}
 """Elements (float32, or pairs of bfloat16 in 32 bits) in one step of the depth."""
 
 
-def _vectors_at(builder: ir.IRBuilder, pointer: ir.Value, vector: ir.Type, count: int) -> list[ir.Value]:
+def _vectors_at(builder: ir.IRBuilder, pointer: ir.Value, vector: ir.Type, indices: range) -> list[ir.Value]:
     places = builder.bitcast(pointer, vector.as_pointer())
-    return [builder.load(builder.gep(places, [ir.Constant(I64, index)]), align=4) for index in range(count)]
+    return [builder.load(builder.gep(places, [ir.Constant(I64, index)]), align=4) for index in indices]
 
 
 def split_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> list[ir.Value]:
@@ -45,14 +46,15 @@ def split_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> list[ir.Value]:
     return [builder.bitcast(bits, F32_LANES) for bits in (builder.shl(pairs, shift), builder.and_(pairs, mask))]
 
 
-def _panel_loader(builder: ir.IRBuilder, panel: ir.Value, pointer_type: Any) -> PanelLoader:
+def _panel_loader(builder: ir.IRBuilder, panel: ir.Value, pointer_type: Any, vectors: range) -> PanelLoader:
     row = ir.Constant(I64, _ROW_OF[pointer_type])
 
     def load(depth: ir.Value) -> list[ir.Value]:
         place = builder.gep(panel, [builder.mul(depth, row)])
         if pointer_type == F32_POINTER:
-            return _vectors_at(builder, place, F32_LANES, 2)
-        return split_pairs(builder, _vectors_at(builder, place, I32_LANES, 1)[0])
+            return _vectors_at(builder, place, F32_LANES, vectors)
+        halves = split_pairs(builder, _vectors_at(builder, place, I32_LANES, range(1))[0])
+        return [halves[index] for index in vectors]
 
     return load
 
@@ -63,30 +65,39 @@ def _emit_prefetch(builder: ir.IRBuilder, first: ir.Value, step: ir.Value, depth
         prefetch(builder, builder.add(address, ir.Constant(I64, line * LINE_BYTES)))
 
 
+def _emit_part(
+    builder: ir.IRBuilder, part: Part, panel_type: Any, operands: tuple[ir.Value, ...], num_lines: int
+) -> None:
+    """Emit a part of a product, which asks for `num_lines` lines of memory in each step of the depth."""
+    x, x_stride, panel, depth, start, y, y_stride, ahead, ahead_step = operands
+    numbers = [ir.Constant(I64, row) for row in part.rows]
+    x_rows = [builder.gep(x, [builder.mul(x_stride, number)]) for number in numbers]
+    sums = [[cgutils.alloca_once(builder, F32_LANES) for _ in part.vectors] for _ in numbers]
+    starts = _vectors_at(builder, start, F32_LANES, part.vectors)
+    for row_sums in sums:
+        for place, value in zip(row_sums, starts, strict=True):
+            builder.store(value, place)
+    load = _panel_loader(builder, panel, panel_type, part.vectors)
+    with rolled_range(builder, depth) as step:
+        weights = load(step)
+        _emit_prefetch(builder, ahead, ahead_step, step, num_lines)
+        for x_row, row_sums in zip(x_rows, sums, strict=True):
+            factor = broadcast(builder, builder.load(builder.gep(x_row, [step])))
+            for vector, place in zip(weights, row_sums, strict=True):
+                builder.store(fma(builder, factor, vector, builder.load(place)), place)
+    for number, row_sums in zip(numbers, sums, strict=True):
+        y_row = builder.bitcast(builder.gep(y, [builder.mul(y_stride, number)]), F32_LANES.as_pointer())
+        for index, place in zip(part.vectors, row_sums, strict=True):
+            builder.store(builder.load(place), builder.gep(y_row, [ir.Constant(I64, index)]), align=4)
+
+
 def _product(rows: int) -> Emitter:
     """An emitter of the product of `rows` rows; operands as in `multiply_panel`."""
 
     def product(builder: ir.IRBuilder, sig: Any, *operands: ir.Value) -> None:
-        x, x_stride, panel, depth, start, y, y_stride, ahead, ahead_step = operands
-        numbers = [ir.Constant(I64, row) for row in range(rows)]
-        x_rows = [builder.gep(x, [builder.mul(x_stride, number)]) for number in numbers]
-        sums = [[cgutils.alloca_once(builder, F32_LANES) for _ in range(2)] for _ in numbers]
-        starts = _vectors_at(builder, start, F32_LANES, 2)
-        for row_sums in sums:
-            for place, value in zip(row_sums, starts, strict=True):
-                builder.store(value, place)
-        load = _panel_loader(builder, panel, sig.args[2])
-        with rolled_range(builder, depth) as step:
-            weights = load(step)
-            _emit_prefetch(builder, ahead, ahead_step, step, _ROW_OF[sig.args[2]] // LANES)
-            for x_row, row_sums in zip(x_rows, sums, strict=True):
-                factor = broadcast(builder, builder.load(builder.gep(x_row, [step])))
-                for vector, place in zip(weights, row_sums, strict=True):
-                    builder.store(fma(builder, factor, vector, builder.load(place)), place)
-        for number, row_sums in zip(numbers, sums, strict=True):
-            y_row = builder.bitcast(builder.gep(y, [builder.mul(y_stride, number)]), F32_LANES.as_pointer())
-            for index, place in enumerate(row_sums):
-                builder.store(builder.load(place), builder.gep(y_row, [ir.Constant(I64, index)]), align=4)
+        lines = _ROW_OF[sig.args[2]] // LANES
+        for place, part in enumerate(product_parts(rows, PANEL // LANES, host_registers())):
+            _emit_part(builder, part, sig.args[2], operands, lines if place == 0 else 0)
 
     product.__name__ = f"linear_product_{rows}"
     before = (F32_POINTER, types.int64)
@@ -153,7 +164,7 @@ def multiply_panel(
 @emitted(types.void, I32_POINTER, types.int64, F32_POINTER)
 def widen_panel(builder: ir.IRBuilder, panel: ir.Value, depth: ir.Value, target: ir.Value) -> None:
     """`widen_panel(panel, depth, target)`: write a panel of pairs of bfloat16 as f32[depth, PANEL]."""
-    load = _panel_loader(builder, panel, I32_POINTER)
+    load = _panel_loader(builder, panel, I32_POINTER, range(PANEL // LANES))
     places = builder.bitcast(target, F32_LANES.as_pointer())
     with cgutils.for_range(builder, depth) as loop:
         for index, vector in enumerate(load(loop.index)):

@@ -1,8 +1,9 @@
 """The small matrix product that both halves of attention are made of: scores = Q K and sums = P V.
 
-Up to four rows of A times a strip of B, two or four vectors wide, stay in registers while the depth is walked. Each
-element is one chain of fused multiply-adds in ascending depth, so its bits depend neither on the number of rows nor on
-the width of the strip. All operands are float32 scratch.
+Up to four rows of A times a strip of B, two or four vectors wide, stay in registers while the depth is walked: in
+parts, where a processor has fewer of them than AVX-512 (`registers.py`). Each element is one chain of fused
+multiply-adds in ascending depth, so its bits depend neither on the number of rows nor on the width of the strip. All
+operands are float32 scratch.
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ from numba.core.typing.templates import signature
 from kvwatch_kernels.cpu.compiled import subroutine
 from kvwatch_kernels.cpu.elements import ELEMENT_POINTERS, F32_POINTER, I64_POINTER
 from kvwatch_kernels.cpu.memory import Pointer, emit_load
+from kvwatch_kernels.cpu.registers import Part, host_registers, product_parts
 from kvwatch_kernels.cpu.vectors import F32_LANES, I64, LANES, Emitter, broadcast, emitted, emitted_for, fma, lanes_of
 
 TILE = 4 * LANES
@@ -28,10 +30,12 @@ def _vector_at(builder: ir.IRBuilder, pointer: ir.Value, index: int) -> ir.Value
     return builder.gep(builder.bitcast(pointer, F32_LANES.as_pointer()), [ir.Constant(I64, index)])
 
 
-def _emit_chains(builder: ir.IRBuilder, a_rows: list[ir.Value], load_b: Any, depth: ir.Value, sums: Any) -> None:
+def _emit_chains(
+    builder: ir.IRBuilder, a_rows: list[ir.Value], load_b: Any, vectors: range, depth: ir.Value, sums: Any
+) -> None:
     """Emit `sums[row][vector] += A[row, k] * B[k, vector]` for k = 0 to depth - 1; `load_b(k, vector)` emits B."""
     with cgutils.for_range(builder, depth) as loop:
-        strip = [load_b(loop.index, index) for index in range(len(sums[0]))]
+        strip = [load_b(loop.index, index) for index in vectors]
         for a_row, row_sums in zip(a_rows, sums, strict=True):
             factor = broadcast(builder, builder.load(builder.gep(a_row, [loop.index])))
             for vector, place in zip(strip, row_sums, strict=True):
@@ -45,23 +49,28 @@ def _emit_product(
     builder: ir.IRBuilder, rows: int, width: int, operands: tuple[Any, ...], scales: ir.Value | None
 ) -> None:
     """Emit C = A B, or C = diag(scales) C + A B; operands as in `multiply_onto_wide`."""
-    a, a_stride, load_b, depth, c, c_stride = operands
     # One copy of each product is enough: inlining them into every caller costs seconds of compile time.
     builder.function.attributes.add("noinline")
-    numbers = [ir.Constant(I64, row) for row in range(rows)]
+    for part in product_parts(rows, width // LANES, host_registers()):
+        _emit_part(builder, part, operands, scales)
+
+
+def _emit_part(builder: ir.IRBuilder, part: Part, operands: tuple[Any, ...], scales: ir.Value | None) -> None:
+    a, a_stride, load_b, depth, c, c_stride = operands
+    numbers = [ir.Constant(I64, row) for row in part.rows]
     a_rows = [builder.gep(a, [builder.mul(a_stride, number)]) for number in numbers]
     c_rows = [builder.gep(c, [builder.mul(c_stride, number)]) for number in numbers]
-    sums = [[cgutils.alloca_once(builder, F32_LANES) for _ in range(width // LANES)] for _ in numbers]
+    sums = [[cgutils.alloca_once(builder, F32_LANES) for _ in part.vectors] for _ in numbers]
     for number, c_row, row_sums in zip(numbers, c_rows, sums, strict=True):
-        for index, place in enumerate(row_sums):
+        for index, place in zip(part.vectors, row_sums, strict=True):
             start = lanes_of(0.0)
             if scales is not None:
                 scale = broadcast(builder, builder.load(builder.gep(scales, [number])))
                 start = builder.fmul(builder.load(_vector_at(builder, c_row, index), align=4), scale)
             builder.store(start, place)
-    _emit_chains(builder, a_rows, load_b, depth, sums)
+    _emit_chains(builder, a_rows, load_b, part.vectors, depth, sums)
     for c_row, row_sums in zip(c_rows, sums, strict=True):
-        for index, place in enumerate(row_sums):
+        for index, place in zip(part.vectors, row_sums, strict=True):
             builder.store(builder.load(place), _vector_at(builder, c_row, index), align=4)
 
 
