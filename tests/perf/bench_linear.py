@@ -43,8 +43,8 @@ CASES = (
     Case("decode_16", 16, 30),
     Case("decode_32", 32, 20),
     Case("decode_64", 64, 20),
-    Case("prefill_512", 512, 11, has_logits=False),
-    Case("prefill_1024", 1024, 7, has_logits=False),
+    Case("prefill_512", 512, 21, has_logits=False),
+    Case("prefill_1024", 1024, 9, has_logits=False),
 )
 
 Product = Callable[[Tensor], Tensor]
