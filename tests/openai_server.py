@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from kvwatch.http_protocol import BoundedRequestProtocol
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.model import ModelInfo, SamplingDefaults
 from kvwatch_engine.engine import Engine
@@ -172,7 +173,7 @@ def serve(
     engine: Engine, app: Starlette, dispatcher: OutputDispatcher, log: EventLog, send_buffer_bytes: int | None = None
 ) -> Iterator[RunningServer]:
     """Serve an application on a free port. A small send buffer makes slow readers felt early."""
-    server = make_server(app)
+    server = make_server(app, BoundedRequestProtocol)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         # asyncio sets it only on sockets that name their protocol, which those of `create_server` do not.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -184,8 +184,9 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
     kv_events = make_kv_events(settings, log.clock)
     bound_spinning()  # before torch is imported
     with bind(_join(settings.host, settings.port), "--host and --port") as bound:
+        from kvwatch.http_protocol import BoundedRequestProtocol
         from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app
-        from kvwatch_engine.server.runtime import run_until_signal
+        from kvwatch_engine.server.runtime import make_server, run_until_signal
 
         model = _load_model(settings, cache_dir)
         dispatcher = OutputDispatcher()
@@ -213,7 +214,7 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
                 built.stream.is_serving.wait(_STREAM_START_SECONDS)
             dumps.attach(built.recorder)
             run_until_signal(
-                app,
+                make_server(app, BoundedRequestProtocol),
                 bound,
                 engine,
                 app.state.drain,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvwatch.exporters.http_protocol import BoundedProtocol
+from kvwatch.http_protocol import BoundedProtocol
 from kvwatch.sockets import bind, parse_address
 
 __all__ = ["Listener", "bind", "parse_address"]

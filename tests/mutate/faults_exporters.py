@@ -14,6 +14,7 @@ ALIASES = "tests/unit/exporters/test_exporters_aliases.py"
 OPENMETRICS = "tests/unit/exporters/test_exporters_openmetrics.py"
 WRITER = "tests/unit/exporters/test_exporters_writer.py"
 LISTENER = "tests/unit/exporters/test_exporters_listener.py"
+API_CLIENTS = "tests/integration/test_api_slow_clients.py"
 ANSWERS = "tests/unit/exporters/test_exporters_otel_answers.py"
 FLIGHT = "tests/unit/recorder/test_recorder_flight.py"
 
@@ -25,6 +26,14 @@ EXPORTERS = (
         old="http=BoundedProtocol,",
         new='http="h11",',
         tests=(LISTENER,),
+    ),
+    Fault(
+        name="long-answers-are-cut",
+        stands_for="The limit on the time of a request also cuts the answers that take longer to generate.",
+        file="kvwatch/http_protocol.py",
+        old="return is_answering or super()._is_idle()",
+        new="return super()._is_idle()",
+        tests=(API_CLIENTS,),
     ),
     Fault(
         name="headers-that-never-end",

@@ -35,8 +35,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-def make_server(app: ASGIApp) -> uvicorn.Server:
-    """Return a uvicorn server with the limits that hostile clients need."""
+def make_server(app: ASGIApp, protocol: type[asyncio.Protocol] | None = None) -> uvicorn.Server:
+    """Return a uvicorn server with the limits that hostile clients need.
+
+    Args:
+        app: The application.
+        protocol: What a connection speaks; uvicorn's own HTTP, which waits for half a request for ever, if not given.
+    """
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -46,20 +51,25 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
         server_header=False,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        http="h11",
+        http=protocol or "h11",
         ws="none",
     )
     return _Server(config)
 
 
 def run_until_signal(
-    app: ASGIApp, bound: socket.socket, engine: Engine, drain: Drain, grace_seconds: float, on_ready: Callable[[], None]
+    server: uvicorn.Server,
+    bound: socket.socket,
+    engine: Engine,
+    drain: Drain,
+    grace_seconds: float,
+    on_ready: Callable[[], None],
 ) -> None:
     """Serve on a bound socket until SIGTERM or SIGINT; return when all requests have ended.
 
     Main thread only, since signals arrive there.
     """
-    asyncio.run(_serve(make_server(app), bound, engine, drain, grace_seconds, on_ready))
+    asyncio.run(_serve(server, bound, engine, drain, grace_seconds, on_ready))
 
 
 async def _serve(

@@ -10,8 +10,8 @@ import pytest
 from naive_engine import ManualClock
 from starlette.testclient import TestClient
 
+from kvwatch import http_protocol
 from kvwatch.errors import ConfigError, ExporterError
-from kvwatch.exporters import http_protocol
 from kvwatch.exporters import listener as listener_module
 from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.exporters.listener import Listener, bind, parse_address

@@ -22,6 +22,8 @@ MAX_OPEN = 1024
 class BoundedProtocol(H11Protocol):
     """One connection. The event loop's thread."""
 
+    has_limit = True
+    """Whether connections beyond `MAX_OPEN` are closed."""
     _busy_since: float | None = None
     """When the exchange under way began, as far as it was noticed; none between two of them."""
     _look_task: asyncio.TimerHandle | None = None
@@ -29,7 +31,7 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Begin to watch the connection, or refuse it if there are too many."""
         super().connection_made(transport)
-        if len(self.connections) > MAX_OPEN:
+        if self.has_limit and len(self.connections) > MAX_OPEN:
             transport.abort()
             return
         self._busy_since = self.loop.time()
@@ -66,3 +68,17 @@ class BoundedProtocol(H11Protocol):
         cycle: RequestResponseCycle | None = self.cycle  # uvicorn sets it with the first request
         is_answered = cycle is not None and cycle.response_complete
         return is_answered and not self.conn.trailing_data[0] and self.transport.get_write_buffer_size() == 0
+
+
+class BoundedRequestProtocol(BoundedProtocol):
+    """A connection whose answers may take their time, as generated text does: only its requests have to come in one.
+
+    How long a body may take, and what waits for a slow reader, is the application's to bound.
+    """
+
+    has_limit = False
+
+    def _is_idle(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        is_answering = cycle is not None and not cycle.response_complete
+        return is_answering or super()._is_idle()
