@@ -8,6 +8,7 @@ Only this module knows all three. Torch and transformers are imported when the c
 """
 
 import argparse
+import asyncio
 import contextlib
 import resource
 import time
@@ -186,7 +187,7 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
     with bind(_join(settings.host, settings.port), "--host and --port") as bound:
         from kvwatch.http_protocol import BoundedRequestProtocol
         from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app
-        from kvwatch_engine.server.runtime import make_server, run_until_signal
+        from kvwatch_engine.server.runtime import make_server, serve_until_signal
 
         model = _load_model(settings, cache_dir)
         dispatcher = OutputDispatcher()
@@ -213,7 +214,7 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
             if built.stream is not None:
                 built.stream.is_serving.wait(_STREAM_START_SECONDS)
             dumps.attach(built.recorder)
-            run_until_signal(
+            until_signal = serve_until_signal(
                 make_server(app, BoundedRequestProtocol),
                 bound,
                 engine,
@@ -221,6 +222,7 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
                 settings.drain_seconds,
                 lambda: _announce(settings, serving, bound.getsockname()[1], time.monotonic() - started),
             )
+            asyncio.run(until_signal)
         finally:
             engine.stop()
             built.observatory.stop()

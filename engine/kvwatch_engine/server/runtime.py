@@ -28,19 +28,19 @@ logger = structlog.get_logger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to `run_until_signal`."""
+    """A server that leaves signals to `serve_until_signal`."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-def make_server(app: ASGIApp, protocol: type[asyncio.Protocol] | None = None) -> uvicorn.Server:
+def make_server(app: ASGIApp, protocol: type[asyncio.Protocol]) -> uvicorn.Server:
     """Return a uvicorn server with the limits that hostile clients need.
 
     Args:
         app: The application.
-        protocol: What a connection speaks; uvicorn's own HTTP, which waits for half a request for ever, if not given.
+        protocol: What a connection speaks: uvicorn's own HTTP waits for half a request for ever.
     """
     config = uvicorn.Config(
         app,
@@ -51,13 +51,13 @@ def make_server(app: ASGIApp, protocol: type[asyncio.Protocol] | None = None) ->
         server_header=False,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        http=protocol or "h11",
+        http=protocol,
         ws="none",
     )
     return _Server(config)
 
 
-def run_until_signal(
+async def serve_until_signal(
     server: uvicorn.Server,
     bound: socket.socket,
     engine: Engine,
@@ -67,19 +67,8 @@ def run_until_signal(
 ) -> None:
     """Serve on a bound socket until SIGTERM or SIGINT; return when all requests have ended.
 
-    Main thread only, since signals arrive there.
+    On the main thread's event loop only, since signals arrive there.
     """
-    asyncio.run(_serve(server, bound, engine, drain, grace_seconds, on_ready))
-
-
-async def _serve(
-    server: uvicorn.Server,
-    bound: socket.socket,
-    engine: Engine,
-    drain: Drain,
-    grace_seconds: float,
-    on_ready: Callable[[], None],
-) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):

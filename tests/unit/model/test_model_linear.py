@@ -80,3 +80,12 @@ def test_without_it_a_bfloat16_weight_gives_the_product_through_onednn(monkeypat
 
     torch.testing.assert_close(layer(x), functional.linear(x, weight.float()), atol=1e-5, rtol=1e-5)
     assert layer.num_bytes == 4 * 50 * 36
+
+
+def test_where_onednn_packs_no_bfloat16_the_product_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvwatch_engine.model.linear._onednn_multiplies", lambda _dtype: False)
+    weight, bias, x = torch.randn(50, 36).bfloat16(), torch.randn(50).bfloat16(), torch.randn(3, 36).bfloat16()
+
+    layer = Linear(weight, bias, dtype=torch.bfloat16)
+
+    assert torch.equal(layer(x), functional.linear(x, weight, bias))
