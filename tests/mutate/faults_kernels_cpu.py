@@ -180,4 +180,12 @@ KERNELS_CPU = (
         new="write(scale_target, 0, scale if is_finite else _ZERO)",
         tests=(f"{TESTS}/test_kernels_quant.py::test_kv_store_gives_the_definitions_bits",),
     ),
+    Fault(
+        name="the-strip-has-no-registers",
+        stands_for="A product is cut as if one step of its strip needed no registers, and spills its sums.",
+        file=f"{CPU}/registers.py",
+        old="max(fitting - 1, 1)",
+        new="fitting",
+        tests=(f"{TESTS}/test_kernels_product_code.py::test_parts_cover_a_product_once_and_fit",),
+    ),
 )
