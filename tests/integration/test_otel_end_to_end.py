@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -166,9 +167,14 @@ def test_phases_agree_also_for_requests_that_wait_and_are_preempted(folder: Path
         ThreadPoolExecutor(6) as pool,
     ):
 
+        controls: list[float] = []
+
         def timed(number: int) -> tuple[str, float]:
             with httpx.Client() as client:
                 client.get(f"{observed.server.url}/health")  # connected before the clock runs
+                begin = time.monotonic()
+                client.get(f"{observed.server.url}/health")
+                controls.append(time.monotonic() - begin)
                 headers = {"traceparent": f"00-{number:032x}-{SPAN}-01"}
                 return f"{number:032x}", ask(observed, client, headers, max_tokens=40)
 
@@ -179,8 +185,10 @@ def test_phases_agree_also_for_requests_that_wait_and_are_preempted(folder: Path
         root.trace_id.hex() for root in collected.roots if {span.name for span in collected.children(root)} == PHASES
     }
     assert len(away) >= 10, "the load was meant to preempt"
-    # Six clients, server and collector share one interpreter: most of them wait for it, but not all.
-    assert disagreements(collected, {trace_id: measured[trace_id] for trace_id in away})[0] < 0.005
+    # Six clients, server and collector share one interpreter. What waiting for it costs any request, one that reaches
+    # no engine shows under the same load; beyond that, the least disturbed request agrees as in the test above.
+    waiting = statistics.median(controls)
+    assert disagreements(collected, {trace_id: measured[trace_id] for trace_id in away})[0] < 0.005 + waiting
 
 
 def test_the_callers_trace_is_continued_and_both_ids_are_on_the_log_lines(folder: Path, logs: io.StringIO) -> None:
