@@ -6,6 +6,7 @@ KVWatchError
 ├── ExporterError                an exporter could not start
 ├── ControlError                 the engine refused or could not answer
 │   ├── ChangeRefused            it cannot be as asked; nothing was changed
+│   ├── ChangeConflict           somebody else has changed it meanwhile; nothing was changed
 │   └── ChangeFailed             it was tried and did not work; nothing was changed
 └── RecordingError               a recording cannot be read, or does not hold what was asked for
 """
@@ -40,6 +41,10 @@ class ChangeRefused(ControlError):
     def __init__(self, message: str, *, is_passing: bool = False) -> None:
         super().__init__(message)
         self.is_passing = is_passing
+
+
+class ChangeConflict(ControlError):
+    """The engine's settings are not those that whoever asks has read; nothing was changed."""
 
 
 class ChangeFailed(ControlError):

@@ -1,0 +1,60 @@
+"""What may be asked of an engine: the contract between engine, observatory and admin API. A leaf beside telemetry.
+
+settings.py    which settings can change live, and how
+changes.py     what a change is and what the engine answers
+inspection.py  what can be looked up
+protocol.py    the calls
+"""
+
+from kvwatch.control.changes import (
+    AdmissionState,
+    ChangeOutcome,
+    ChangePreview,
+    Changes,
+    SettingChange,
+    SettingsState,
+    SettingState,
+)
+from kvwatch.control.inspection import (
+    MAX_PAGE,
+    BlockInfo,
+    BlockOwner,
+    BlockPage,
+    BlockQuery,
+    PrefixInfo,
+    PrefixOrder,
+    PrefixTop,
+    RequestInfo,
+    RequestPage,
+    RequestQuery,
+)
+from kvwatch.control.protocol import EngineControl, LiveControl, PoolControl
+from kvwatch.control.settings import LIVE_SETTINGS, ChangeKind, LiveSetting, SettingValue
+
+__all__ = [
+    "LIVE_SETTINGS",
+    "MAX_PAGE",
+    "AdmissionState",
+    "BlockInfo",
+    "BlockOwner",
+    "BlockPage",
+    "BlockQuery",
+    "ChangeKind",
+    "ChangeOutcome",
+    "ChangePreview",
+    "Changes",
+    "EngineControl",
+    "LiveControl",
+    "LiveSetting",
+    "PoolControl",
+    "PrefixInfo",
+    "PrefixOrder",
+    "PrefixTop",
+    "RequestInfo",
+    "RequestPage",
+    "RequestQuery",
+    "SettingChange",
+    "SettingState",
+    "SettingValue",
+    "SettingsState",
+]

@@ -1,0 +1,146 @@
+"""What may be asked of an engine. The engine implements it; exporters and the admin API only see this.
+
+Every call is answered by the engine between two steps, may be made from any thread, and raises `ControlError` when the
+engine has stopped or does not answer in time.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvwatch.control.changes import AdmissionState, ChangeOutcome, ChangePreview, Changes, SettingsState
+from kvwatch.control.inspection import BlockPage, BlockQuery, PrefixOrder, PrefixTop, RequestPage, RequestQuery
+from kvwatch.telemetry.snapshot import EngineSnapshot
+
+
+class EngineControl(Protocol):
+    """Watching one engine."""
+
+    def snapshot(self, timeout_seconds: float = 5.0) -> EngineSnapshot:
+        """Return the engine's KV state between two steps, with the event number from which to go on."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Whether the step loop makes progress (or has nothing to do). False means stuck or dead."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether new requests are accepted: loaded, warmed up and not draining."""
+        ...
+
+
+class PoolControl(EngineControl, Protocol):
+    """Control of an engine whose pool can change while it serves; that of a foreign engine cannot."""
+
+    def resize(self, num_blocks: int, *, reason: str = "", timeout_seconds: float = 60.0) -> None:
+        """Give the device pool another number of blocks between two steps, while requests run.
+
+        Used and cached blocks keep what they hold, as far as they fit: cached ones are evicted first, least recently
+        used before others.
+
+        Args:
+            num_blocks: blocks from now on, the null block included.
+            reason: why, for whoever reads the events.
+            timeout_seconds: how long to wait for an answer, and for transfers to end.
+
+        Raises:
+            ChangeRefused: live requests need more blocks than that, now or at worst; nothing was changed.
+            ChangeFailed: there is not enough memory; nothing was changed.
+        """
+        ...
+
+
+class LiveControl(EngineControl, Protocol):
+    """Looking into an engine and changing it while it serves; a foreign engine cannot be changed."""
+
+    # ------------------------------------------------------------ settings
+
+    def settings(self, timeout_seconds: float = 5.0) -> SettingsState:
+        """Return the live and the declared value of every setting that can change."""
+        ...
+
+    def preview(self, changes: Changes, timeout_seconds: float = 5.0) -> ChangePreview:
+        """Return what `apply` would do if it were called now. Changes nothing, refuses nothing: see `is_possible`."""
+        ...
+
+    def apply(
+        self,
+        changes: Changes,
+        *,
+        actor: str,
+        reason: str,
+        expected_version: int | None = None,
+        timeout_seconds: float = 60.0,
+    ) -> ChangeOutcome:
+        """Change settings between two steps, all or none of them.
+
+        Values that are in force already change nothing and are left out of the outcome.
+
+        Args:
+            changes: what is to change.
+            actor: who asks, for whoever reads the events.
+            reason: why, likewise.
+            expected_version: version that the settings must still have; none does not ask.
+            timeout_seconds: how long to wait for an answer, and for what stands against it to pass.
+
+        Raises:
+            ChangeConflict: the settings have another version; nothing was changed.
+            ChangeRefused: unknown, out of bounds, not allowed, or it does not fit live requests; nothing was changed.
+            ChangeFailed: it was tried and did not work, for instance for want of memory; all is as it was.
+        """
+        ...
+
+    def declare(self, keys: Sequence[str], timeout_seconds: float = 5.0) -> SettingsState:
+        """Let the live values of these settings be the declared ones: whoever wrote them to the file says so."""
+        ...
+
+    # ------------------------------------------------------------ admission and requests
+
+    def pause_admission(self, seconds: float, *, actor: str, reason: str) -> AdmissionState:
+        """Admit no waiting request for so many seconds; who runs goes on. Called again it sets a new limit.
+
+        Raises:
+            ChangeRefused: the time is not above 0, or above an hour.
+        """
+        ...
+
+    def resume_admission(self, *, actor: str, reason: str) -> AdmissionState:
+        """Admit waiting requests again; nothing happens when admission is not paused."""
+        ...
+
+    def admission(self, timeout_seconds: float = 5.0) -> AdmissionState:
+        """Return whether admission is paused."""
+        ...
+
+    def begin_drain(self, grace_seconds: float) -> None:
+        """Refuse new requests from now on; those that were accepted go on. It cannot be undone."""
+        ...
+
+    def abort_request(self, request_id: str, timeout_seconds: float = 5.0) -> bool:
+        """End a request whatever its state and free its blocks; return False when no such request is live."""
+        ...
+
+    # ------------------------------------------------------------ inspection
+
+    def inspect_blocks(self, query: BlockQuery, timeout_seconds: float = 5.0) -> BlockPage:
+        """Return blocks of the device pool with their owners.
+
+        Raises:
+            ChangeRefused: the limit is out of bounds.
+        """
+        ...
+
+    def inspect_requests(self, query: RequestQuery, timeout_seconds: float = 5.0) -> RequestPage:
+        """Return live requests.
+
+        Raises:
+            ChangeRefused: the limit is out of bounds.
+        """
+        ...
+
+    def inspect_prefixes(self, order: PrefixOrder, limit: int, timeout_seconds: float = 5.0) -> PrefixTop:
+        """Return the largest branches of the tree of known prefixes.
+
+        Raises:
+            ChangeRefused: the limit is out of bounds.
+        """
+        ...
