@@ -127,7 +127,7 @@ def fetch_replay(
             replayed.append((struct.unpack(">Q", seq)[0], payload))
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -131,12 +131,12 @@ class RunningServer:
         """Blocks that live sequences hold."""
         return sum(1 for count in self.engine.snapshot().tiers[0].ref_counts if count)
 
-    def wait_idle(self, seconds: float = 5.0) -> float:
+    def wait_idle(self, seconds: float = 30.0) -> float:
         """Wait until the engine has no request and no used block; return how long that took."""
         return wait_until(lambda: self.engine.num_live_requests == 0 and self.num_used_blocks == 0, seconds)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> float:
     """Wait for a condition; return how long that took."""
     begin = time.monotonic()
     while not condition():

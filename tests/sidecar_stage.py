@@ -58,7 +58,7 @@ class SidecarStage:
         assert self.sidecar.stream.address is not None
         return "{}:{}".format(*self.sidecar.stream.address)
 
-    def wait_until_watched(self, number: int, seconds: float = 10) -> None:
+    def wait_until_watched(self, number: int, seconds: float = 60) -> None:
         """Wait until so many ranks are known and every follower of theirs knows their state."""
         deadline = time.monotonic() + seconds
         while not (
@@ -73,14 +73,14 @@ class SidecarStage:
         time.sleep(1.05)
         return parse_page(httpx.get(f"{self.url}/metrics", timeout=10).text)
 
-    def wait_for(self, name: str, value: float, engine: str, seconds: float = 20) -> Series:
+    def wait_for(self, name: str, value: float, engine: str, seconds: float = 60) -> Series:
         """Wait until a series of an engine has this value; return the page."""
         return wait_until(
             self.page, lambda page: of_engine(page, engine).get((name, (("dp_rank", "0"),))) == value, seconds
         )
 
 
-def wait_until(read: Callable[[], Series], is_good: Callable[[Series], bool], seconds: float = 20) -> Series:
+def wait_until(read: Callable[[], Series], is_good: Callable[[Series], bool], seconds: float = 60) -> Series:
     """Read again and again until the page is as it should be; return it."""
     deadline = time.monotonic() + seconds
     while True:

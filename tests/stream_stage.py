@@ -70,12 +70,12 @@ def connected(stage: StreamStage) -> Iterator[TelemetryClient]:
         yield client
 
 
-def wait_for(items: Iterator[Item], kind: type[Kind], seconds: float = 20) -> Kind:
+def wait_for(items: Iterator[Item], kind: type[Kind], seconds: float = 60) -> Kind:
     """Return the next item of this class; the stream is cancelled if none comes in time."""
     return next(item for item in bounded(items, seconds) if isinstance(item, kind))
 
 
-def bounded(items: Iterator[Item], seconds: float = 20) -> Iterator[Item]:
+def bounded(items: Iterator[Item], seconds: float = 60) -> Iterator[Item]:
     """Yield items, but fail when they do not come in time."""
     assert isinstance(items, Stream)
     is_late = threading.Event()
@@ -114,7 +114,7 @@ class LedgerMirror:
                 assert event.seq == self.ledger.next_seq, "an event is missing or came twice"
                 self.ledger.apply(event)
 
-    def catch_up(self, items: Iterator[Item], is_there: Callable[[], bool], seconds: float = 20) -> None:
+    def catch_up(self, items: Iterator[Item], is_there: Callable[[], bool], seconds: float = 60) -> None:
         """Apply items until the condition holds."""
         for item in bounded(items, seconds):
             self.take(item)

@@ -88,7 +88,7 @@ def keys(*hashes: int | bytes) -> set[bytes]:
     return {hash_bytes(each) for each in hashes}
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -226,8 +226,8 @@ def test_times_are_those_at_which_the_pieces_came(capsys: pytest.CaptureFixture[
         words = ("--scenario", "short", "--num-requests", "4", "--concurrency", "4", "--limit-tokens", "256")
         status, report = bench(capsys, "--url", server.url, *words)
     assert status == 0
-    assert 0.05 <= report["latency"]["ttft"]["p50"] < 0.5
-    assert 0.04 <= report["latency"]["itl"]["p50"] < 0.3
+    assert 0.05 <= report["latency"]["ttft"]["p50"] < report["latency"]["e2e"]["p50"] / 2
+    assert 0.04 <= report["latency"]["itl"]["p50"] < 1
     assert report["peak_concurrency"] == 4
     assert report["throughput"]["output_tokens"] == sum(int(str(each.body["max_tokens"])) for each in server.loads)
 
@@ -262,7 +262,7 @@ def test_hanging_up_is_no_error_and_closes_the_connection(capsys: pytest.Capture
 
     with hand_made_server(endless) as server:
         status, report = bench(capsys, "--url", server.url, "--scenario", "hang-up", "--num-requests", "8")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(ends) < 8 and time.monotonic() < deadline:
             time.sleep(0.01)
     assert status == 0

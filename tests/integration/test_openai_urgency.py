@@ -69,7 +69,7 @@ def test_a_request_that_takes_too_long_is_answered_with_504(folder: Path, path: 
         begin = time.monotonic()
         answer = server.post(path, **prompt, max_tokens=400, ignore_eos=True, deadline_seconds=0.2)
 
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 6
         assert answer.status_code == 504
         error = answer.json()["error"]
         assert error["code"] == "deadline_exceeded"

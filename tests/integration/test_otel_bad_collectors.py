@@ -97,8 +97,8 @@ def test_requests_are_answered_as_ever_drops_are_on_the_metrics_page_and_the_end
         with observed_server(folder, NullModel(401), endpoint, None, **more) as observed:
             typical = statistics.median(latencies(observed, 40))
             # Nobody waits for a collector that takes a second, or for ever; a busy machine may still cost something.
-            assert typical < 0.25
-            wait_until(lambda: observed.dropped()["otlp_spans"] > 0, 10)
+            assert typical < 0.8
+            wait_until(lambda: observed.dropped()["otlp_spans"] > 0, 60)
             page = httpx.get(f"{observed.server.url}/metrics", timeout=10).text
             assert 'subscriber="otlp_spans"' in page
             begin = time.monotonic()
@@ -163,10 +163,10 @@ def test_a_collector_that_comes_back_is_used_again() -> None:
         offline.part.open()
         try:
             offline.request(0)
-            wait_until(lambda: any(s.value for s in offline.part.samples() if "errors" in s.metric.name), 10)
+            wait_until(lambda: any(s.value for s in offline.part.samples() if "errors" in s.metric.name), 60)
             state["is_down"] = False
             offline.request(1)
-            wait_until(lambda: len(collected.roots) >= 1, 10)
+            wait_until(lambda: len(collected.roots) >= 1, 60)
         finally:
             offline.part.close()
 

@@ -89,7 +89,7 @@ def test_a_refused_request_has_a_span_of_its_callers_trace_that_says_why(
             assert client.post(url, json={"model": MODEL, **body}, headers=headers, timeout=60).status_code == 400
         ended = time.time()
         ask(observed, client)
-        wait_until(lambda: len(collected.roots) == 2, 10)
+        wait_until(lambda: len(collected.roots) == 2, 60)
 
         root = next(span for span in collected.roots if span.trace_id.hex() == TRACE)
         found = attributes(root.attributes)
@@ -111,10 +111,10 @@ def test_a_collector_receives_traces_and_metrics_over_either_protocol(
         httpx.Client() as client,
     ):
         ask(observed, client)
-        wait_until(lambda: len(collected.roots) == 1, 10)
+        wait_until(lambda: len(collected.roots) == 1, 60)
         (root,) = collected.roots
-        wait_until(lambda: "kvwatch.requests_finished" in collected.metrics, 10)
-        wait_until(lambda: collected.metrics["kvwatch.generated_tokens"].sum.data_points[0].as_int == 20, 10)
+        wait_until(lambda: "kvwatch.requests_finished" in collected.metrics, 60)
+        wait_until(lambda: collected.metrics["kvwatch.generated_tokens"].sum.data_points[0].as_int == 20, 60)
         page = client.get(f"{observed.server.url}/metrics").text
         families = [family for family in plain_families(page) if family.name.startswith(PREFIX)]
         shown = {family.name for family in families}
@@ -153,7 +153,7 @@ def test_phases_agree_with_the_end_to_end_time_that_the_client_measured(folder: 
         measured = {}
         for number in range(1, 21):
             measured[f"{number:032x}"] = ask(observed, client, {"traceparent": f"00-{number:032x}-{SPAN}-01"})
-        wait_until(lambda: len(collected.roots) == 21, 20)
+        wait_until(lambda: len(collected.roots) == 21, 60)
 
     # Whatever else runs on the machine only adds: the least disturbed request shows that nothing is missing.
     assert disagreements(collected, measured)[0] < 0.005
@@ -166,7 +166,6 @@ def test_phases_agree_also_for_requests_that_wait_and_are_preempted(folder: Path
         observed_server(folder, model(0.003), collected.endpoint, pressure) as observed,
         ThreadPoolExecutor(6) as pool,
     ):
-
         controls: list[float] = []
 
         def timed(number: int) -> tuple[str, float]:
@@ -179,7 +178,7 @@ def test_phases_agree_also_for_requests_that_wait_and_are_preempted(folder: Path
                 return f"{number:032x}", ask(observed, client, headers, max_tokens=40)
 
         measured = dict(pool.map(timed, range(1, 37)))
-        wait_until(lambda: len(collected.roots) == 36, 20)
+        wait_until(lambda: len(collected.roots) == 36, 60)
 
     away = {
         root.trace_id.hex() for root in collected.roots if {span.name for span in collected.children(root)} == PHASES
@@ -199,7 +198,7 @@ def test_the_callers_trace_is_continued_and_both_ids_are_on_the_log_lines(folder
     ):
         ask(observed, client, {"traceparent": f"00-{TRACE}-{SPAN}-01", "x-request-id": "mine"}, stream=False)
         ask(observed, client, {"x-request-id": "no-trace"})
-        wait_until(lambda: len(collected.roots) == 2, 10)
+        wait_until(lambda: len(collected.roots) == 2, 60)
 
     lines = [json.loads(line) for line in logs.getvalue().splitlines()]
     by_request = {line["request_id"]: line for line in lines if line["event"] == "request"}
@@ -229,7 +228,7 @@ def test_a_hostile_trace_context_is_ignored_and_the_request_answered(
         body = {"model": MODEL, "messages": HI, "max_tokens": 2}
         answer = httpx.post(f"{observed.server.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
         assert answer.status_code == 200
-        wait_until(lambda: len(collected.roots) == 1, 10)
+        wait_until(lambda: len(collected.roots) == 1, 60)
 
     (root,) = collected.roots
     assert root.trace_id.hex() != TRACE
@@ -253,7 +252,7 @@ def test_an_exemplar_on_the_metrics_page_leads_to_a_trace_that_the_collector_has
             page = client.get(f"{observed.server.url}/metrics", headers=accept).text
             return len(exemplars(page)) >= 3
 
-        wait_until(has_exemplars, 10)
+        wait_until(has_exemplars, 60)
 
     found = exemplars(page)
     sent = {(root.trace_id.hex(), root.span_id.hex()) for root in collected.roots}
@@ -281,10 +280,10 @@ def test_a_request_that_runs_for_long_is_reported_while_it_runs(folder: Path) ->
         ThreadPoolExecutor(1) as pool,
     ):
         answer = pool.submit(ask, observed, client, max_tokens=150)
-        wait_until(lambda: bool(collected.log_records), 10)
+        wait_until(lambda: bool(collected.log_records), 60)
         assert not answer.done()
         answer.result(60)
-        wait_until(lambda: len(collected.roots) == 1, 10)
+        wait_until(lambda: len(collected.roots) == 1, 60)
 
     (root,), (record, *_) = collected.roots, collected.log_records
     assert record.event_name == "kvwatch.request.running"
@@ -302,8 +301,8 @@ def test_log_lines_are_exported_when_that_is_asked_for_with_the_trace_of_their_r
         httpx.Client() as client,
     ):
         ask(observed, client)
-        wait_until(lambda: any(record.body.string_value == "request" for record in collected.log_records), 10)
-        wait_until(lambda: len(collected.roots) == 1, 10)
+        wait_until(lambda: any(record.body.string_value == "request" for record in collected.log_records), 60)
+        wait_until(lambda: len(collected.roots) == 1, 60)
         handlers = list(logging.getLogger().handlers)
 
     record = next(record for record in collected.log_records if record.body.string_value == "request")
@@ -316,7 +315,7 @@ def test_several_prompts_of_one_call_are_spans_of_one_trace(folder: Path) -> Non
     with grpc_collector() as collected, observed_server(folder, model(0), collected.endpoint) as observed:
         answer = observed.server.post("/v1/completions", prompt=["one", "two", "three"], max_tokens=2)
         assert answer.status_code == 200
-        wait_until(lambda: len(collected.roots) == 3, 10)
+        wait_until(lambda: len(collected.roots) == 3, 60)
 
     assert len({root.trace_id for root in collected.roots}) == 1
     assert {root.name for root in collected.roots} == {f"text_completion {MODEL}"}
@@ -329,7 +328,7 @@ def test_genai_histograms_count_what_the_client_saw(folder: Path) -> None:
         httpx.Client() as client,
     ):
         elapsed = sum(ask(observed, client) for _ in range(5))
-        wait_until(lambda: durations(collected)[0] == 5 and len(collected.roots) == 5, 10)
+        wait_until(lambda: durations(collected)[0] == 5 and len(collected.roots) == 5, 60)
 
     count, total = durations(collected)
     assert count == 5

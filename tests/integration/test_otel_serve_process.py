@@ -42,14 +42,14 @@ class Tap:
             self._lines.put(line)
         self._lines.put(None)
 
-    def wait_for(self, pattern: str, seconds: float = 30) -> None:
+    def wait_for(self, pattern: str, seconds: float = 60) -> None:
         while True:
             line = self._next(seconds)
             assert line is not None, f"the collector ended without a line like {pattern!r}"
             if re.search(pattern, line):
                 return
 
-    def match(self, seconds: float = 30) -> dict[str, Any]:
+    def match(self, seconds: float = 60) -> dict[str, Any]:
         """Return the span that it waited for."""
         self.wait_for("Received a match", seconds)
         text = ""
@@ -113,7 +113,7 @@ def test_serve_starts_answers_and_ends_in_time_when_there_is_no_collector(folder
     with serve_process(folder, "--served-model-name", "tiny", "--otlp-endpoint", endpoint, "--otlp-logs") as server:
         body = {"model": "tiny", "prompt": "go on", "max_tokens": 3, "ignore_eos": True}
         assert httpx.post(f"{server.api}/completions", json=body, timeout=60).status_code == 200
-        line = server.wait_for("the collector does not take telemetry; serving is not affected", 30)
+        line = server.wait_for("the collector does not take telemetry; serving is not affected", 60)
         assert "UNAVAILABLE" in str(line["reason"])
         assert server.terminate(15) == 0
 

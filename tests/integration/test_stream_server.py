@@ -302,7 +302,7 @@ def test_stopping_is_bounded_although_a_subscriber_does_not_read() -> None:
 
         stage.observatory.stop()
 
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 15
         assert not stage.observatory.is_running
         assert not stage.log.active
         stream.cancel()

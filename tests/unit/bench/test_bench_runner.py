@@ -46,14 +46,14 @@ def specs(count: int, due: Sequence[float] | None = None) -> list[RequestSpec]:
 
 
 def test_a_closed_loop_keeps_every_client_busy_and_sends_in_order() -> None:
-    sleeper = Sleeper(0.01)
+    sleeper = Sleeper(0.2)
     run = Run(sleeper, specs(20), 4)
     asyncio.run(run.run())
     assert sleeper.peak == 4
     assert sorted(outcome.index for outcome in run.outcomes) == list(range(20))
     begun = sorted(run.outcomes, key=lambda outcome: outcome.sent_seconds)
     assert [outcome.index for outcome in begun] == list(range(20))
-    assert statistics.median(outcome.sent_seconds - outcome.intended_seconds for outcome in run.outcomes) < 0.005
+    assert statistics.median(outcome.sent_seconds - outcome.intended_seconds for outcome in run.outcomes) < 0.1
 
 
 def test_an_open_loop_sends_when_it_is_due_whatever_is_still_running() -> None:

@@ -58,7 +58,7 @@ def running_engine(**settings: object) -> Iterator[tuple[Engine, GatedModel, Col
         engine.stop()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not so in time"

@@ -147,7 +147,7 @@ async def serving() -> AsyncIterator[tuple[str, int]]:
         yield host, port
     finally:
         stop.set()
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 60)
 
 
 def test_a_served_listener_answers_and_closes_its_port_when_it_stops() -> None:
@@ -238,7 +238,7 @@ def test_a_huge_header_is_refused() -> None:
                 await writer.drain()
             answer = b""
             with contextlib.suppress(ConnectionError):
-                answer = await asyncio.wait_for(reader.read(100), 5)
+                answer = await asyncio.wait_for(reader.read(100), 60)
             writer.close()
             return answer
 

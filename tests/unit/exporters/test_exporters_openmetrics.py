@@ -132,7 +132,7 @@ def test_the_observatory_shows_exemplars_thresholds_and_aliases_that_it_was_give
     )  # fmt: skip
     observatory.start()
     try:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not observatory.view.gauges and time.monotonic() < deadline:
             time.sleep(0.005)  # it counts from its first snapshot on
         exemplars.offer(m.TIME_TO_FIRST_TOKEN, 0.033, TRACE, SPAN, 1.5)

@@ -31,27 +31,27 @@ def test_an_answer_that_does_not_end_is_not_kept() -> None:
 
 
 def test_an_answer_that_comes_byte_by_byte_is_not_waited_for() -> None:
-    with babbling_collector(OK + b"Content-Length: 1000000\r\n\r\n", b"x", 60, 0.1) as endpoint:
+    with babbling_collector(OK + b"Content-Length: 1000000\r\n\r\n", b"x", 300, 0.1) as endpoint:
         begin = time.monotonic()
         assert transport(endpoint).send_spans(())
 
-        assert time.monotonic() - begin < 4
+        assert time.monotonic() - begin < 15
 
 
 def test_headers_that_come_byte_by_byte_are_not_waited_for_and_nothing_counts_as_taken() -> None:
-    with babbling_collector(b"HTTP/1.1 200 OK\r\nX-Slow: ", b"x", 100, 0.1) as endpoint:
+    with babbling_collector(b"HTTP/1.1 200 OK\r\nX-Slow: ", b"x", 300, 0.1) as endpoint:
         begin = time.monotonic()
         assert not transport(endpoint).send_spans(())
 
-        assert time.monotonic() - begin < 4
+        assert time.monotonic() - begin < 15
 
 
 def test_interim_answers_without_end_are_not_waited_for() -> None:
-    with babbling_collector(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 100, 0.1) as endpoint:
+    with babbling_collector(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 300, 0.1) as endpoint:
         begin = time.monotonic()
         assert not transport(endpoint).send_spans(())
 
-        assert time.monotonic() - begin < 4
+        assert time.monotonic() - begin < 15
 
 
 def test_a_chunked_answer_is_read_as_well(caplog: pytest.LogCaptureFixture) -> None:

@@ -191,7 +191,7 @@ def test_a_collector_on_its_own_thread_keeps_up_with_an_engine_on_another_and_lo
     while time.monotonic() < until:
         number += 1
         engine.step([(number + i, number * 7 + i) for i in range(6)])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while mirror.ledger.next_seq != log.head and time.monotonic() < deadline:
         time.sleep(0.01)
     stop.set()

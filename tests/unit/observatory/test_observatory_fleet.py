@@ -83,7 +83,7 @@ def test_what_fails_for_one_engine_leaves_the_others_alone(where: str) -> None:
     fleets.append(fleet)
     fleet.start()
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while indexed(fleet, "good") != 2:
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -94,7 +94,7 @@ def test_what_fails_for_one_engine_leaves_the_others_alone(where: str) -> None:
     finally:
         began = time.monotonic()
         fleet.stop()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert fleet.metrics_address is None
     assert not good.log.active
 
@@ -110,7 +110,7 @@ def test_a_runner_that_fails_does_not_end_the_fleet() -> None:
     fleets.append(fleet)
     fleet.start()
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while indexed(fleet, "a") != 1:
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -36,7 +36,7 @@ class Stage:
         )
 
     def wait_until_recorded(self) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             with Recording(self.ring) as recording:
                 if recording.span is not None and recording.span.end_seq == self.log.head:

@@ -188,7 +188,7 @@ def test_published_kv_events_tell_what_is_resident() -> None:
         reader = KVEventReader()
         engine.store(block(3), parent=block(2))
         engine.remove(block(1))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while reader.hashes != {2, 3}:
             assert time.monotonic() < deadline, reader
             for seq, payload in fetch_replay(context, part.publisher.replay_address, reader.next_seq):

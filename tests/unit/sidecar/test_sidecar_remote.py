@@ -38,7 +38,7 @@ def is_quiet(stage: StreamStage) -> bool:
 
 def settled(stage: StreamStage, sidecar: SidecarStage, name: str) -> tuple[Series, Series]:
     """Wait until engine and sidecar have seen everything; return what each shows of it."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     source = next(each for each in sidecar.sidecar.sources if each.name == name)
     watch = next(watch for watch in sidecar.sidecar.fleet.watches if watch.identity().engine == name)
     assert isinstance(source, RemoteSource)
@@ -166,14 +166,14 @@ def test_a_token_that_is_refused_is_tried_again_as_its_file_says_then(tmp_path: 
         page = sidecar.page()
         assert of_engine(page, "near")["kvwatch_source_up", (RANK,)] == 0
         mine.write_text("right\n")
-        wait_until(sidecar.page, is_up("near"), 30)
+        wait_until(sidecar.page, is_up("near"), 60)
 
 
 def test_stopping_does_not_wait_for_engines_that_are_not_there() -> None:
     with sidecar_stage("a=grpc://127.0.0.1:1", "b=grpc://192.0.2.1:9") as sidecar:
         sidecar.page()
         began = time.monotonic()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 15
     assert not [thread for thread in threading.enumerate() if thread.name == "kvwatch-observatory"]
 
 

@@ -56,7 +56,7 @@ def test_over_tls_an_engine_is_watched_by_who_trusts_it_and_has_its_token(tmp_pa
             ups = {name: of_engine(page, name)["kvwatch_source_up", RANK] for name in names}
             assert ups == dict.fromkeys(names, 0) | {"good": 1}
             changing.write_bytes(Path(certificate).read_bytes())
-            wait_until(sidecar.page, lambda page: of_engine(page, "later")["kvwatch_source_up", RANK] == 1, 30)
+            wait_until(sidecar.page, lambda page: of_engine(page, "later")["kvwatch_source_up", RANK] == 1, 60)
 
 
 @pytest.mark.timeout(120)

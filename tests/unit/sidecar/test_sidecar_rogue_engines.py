@@ -197,7 +197,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_a_replay_is_followed_in_its_n
         for number in range(100):
             first.publish(number, batch(stored(number), ts=time.time()))
         with sidecar_stage(f"a=vllm+{http.url}") as stage:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while not first.requests:
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
@@ -205,7 +205,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_a_replay_is_followed_in_its_n
             with RoguePublisher(first.live, first.replay) as second:
                 second.publish(0, batch(stored(1001, 1002), ts=time.time()))
                 stage.wait_until_watched(1)
-                page = wait_until(stage.page, lambda page: indexed(page) == 2, 30)
+                page = wait_until(stage.page, lambda page: indexed(page) == 2, 60)
                 assert value(page, "source_complete") == 1
                 assert value(page, "source_drift_blocks") == 0
 
@@ -220,7 +220,7 @@ def test_sixty_four_engines_that_are_not_there_do_not_hold_up_the_one_that_is() 
             ups = [number for (name, _), number in page.items() if name == "kvwatch_" + m.SOURCE_UP.name]
             assert (len(ups), sum(ups)) == (64, 1)
             began = time.monotonic()
-        assert time.monotonic() - began < 5, "SIGTERM would be slow"
+        assert time.monotonic() - began < 15, "SIGTERM would be slow"
 
 
 def test_garbage_between_batches_costs_neither_what_is_known_nor_the_sidecar() -> None:

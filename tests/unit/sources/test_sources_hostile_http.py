@@ -130,7 +130,7 @@ def test_an_answer_that_is_none_costs_its_time_limit_at_most(
         began = time.monotonic()
         with pytest.raises(EngineUnreachableError, match=message):
             get(f"a=vllm+http://127.0.0.1:{server.port}")
-        assert time.monotonic() - began < 10 * SECONDS
+        assert time.monotonic() - began < 40 * SECONDS
 
 
 def test_a_page_of_fifty_megabytes_is_left_after_four() -> None:

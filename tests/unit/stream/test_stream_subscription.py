@@ -104,10 +104,10 @@ def subscribed(request: SubscribeRequest, act: Act, capacity: int = 1024, before
         pump = asyncio.create_task(look_at(bench.news, bench.stop))
         subscription = Subscription(bench.source, request, peer.write)
         running = asyncio.create_task(subscription.run())
-        await asyncio.wait_for(peer.is_asked.wait(), 5)
+        await asyncio.wait_for(peer.is_asked.wait(), 60)
         await act(bench, peer)
         bench.stop.set()
-        await asyncio.wait_for(asyncio.gather(pump, running), 10)
+        await asyncio.wait_for(asyncio.gather(pump, running), 60)
         subscription.close()
         return bench, peer
 
@@ -343,7 +343,7 @@ def test_an_engine_that_does_not_answer_at_first_is_asked_again() -> None:
         )
         await act(bench, peer)
         bench.stop.set()
-        await asyncio.wait_for(asyncio.gather(pump, running), 5)
+        await asyncio.wait_for(asyncio.gather(pump, running), 60)
         assert rebuilt(peer).differences(bench.engine.snapshot()) == []
 
     asyncio.run(main())
