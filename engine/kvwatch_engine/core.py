@@ -113,7 +113,7 @@ class EngineCore:
             arrival=arrival,
             queued_ns=queued_ns,
             seeds=[sequence_seed(first_seed, index) for index in range(source.sampling.n)],
-            chain=HashChain(self._root(source.cache_salt), settings.block_size),
+            chain=HashChain(self._root(source), settings.block_size),
             rank=rank_of(source.priority, queued_ns, arrival, settings.priority_aging_seconds),
             deadline_ns=deadline_of(queued_ns, source.deadline_seconds, settings.deadline_seconds),
         )
@@ -289,11 +289,13 @@ class EngineCore:
         if self.tiers is not None:
             self.tiers.check_integrity()
 
-    def _root(self, cache_salt: str) -> BlockHash:
+    def _root(self, source: GenerationRequest) -> BlockHash:
         keys = [
             ExtraKey(KeyTag.BLOCK_SIZE, self.settings.block_size.to_bytes(8, "little")),
             ExtraKey(KeyTag.WEIGHTS, self.settings.weights_fingerprint.encode()),
         ]
-        if cache_salt:
-            keys.append(ExtraKey(KeyTag.SALT, salt_bytes(cache_salt)))
+        if source.cache_salt:
+            keys.append(ExtraKey(KeyTag.SALT, salt_bytes(source.cache_salt)))
+        if source.load_id is not None:
+            keys.append(ExtraKey(KeyTag.LORA, source.load_id.encode()))
         return root_hash(keys)

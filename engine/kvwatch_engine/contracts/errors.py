@@ -6,6 +6,7 @@ KVWatchError
     │   ├── RequestInvalid     it can never run (too long, a parameter out of range): 400
     │   └── EngineOverloaded   the queue is full or the server drains: 429 or 503, try again later
     ├── ModelError             a model cannot be loaded or is not supported
+    ├── AdapterError           a LoRA adapter cannot be loaded or is not supported; nothing was changed
     └── CacheCorruption        an invariant of the block pool is broken
 """
 
@@ -45,6 +46,10 @@ class EngineOverloaded(RequestRejected):
 
 class ModelError(EngineError):
     """A model cannot be loaded, or is of a kind that is not supported."""
+
+
+class AdapterError(EngineError):
+    """A LoRA adapter cannot be loaded, or is of a kind that is not supported; nothing was changed."""
 
 
 class CacheCorruption(EngineError):

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvwatch.telemetry.events.request import Operation, RejectionReason
+from kvwatch_engine.contracts.adapter import LoadId
 from kvwatch_engine.contracts.sampling import SamplingParams
 
 
@@ -52,6 +53,8 @@ class GenerationRequest:
     cache_salt: str = ""
     """Part of every block hash of this request: blocks are shared only between equal salts."""
     origin: RequestOrigin = RequestOrigin()
+    load_id: LoadId | None = None
+    """LoRA adapter that computes it, which is part of every block hash as well; none is the base model."""
     priority: int = 0
     """0 is served first. A higher number waits, but never for ever; see `EngineSettings.priority_aging_seconds`."""
     deadline_seconds: float | None = None

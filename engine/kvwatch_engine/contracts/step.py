@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvwatch_engine.contracts.adapter import AdapterSpan
 from kvwatch_engine.contracts.request import PositionLogprobs
 from kvwatch_engine.contracts.sampling import SamplingParams
 
@@ -58,6 +59,8 @@ class StepInput:
     sample_rows: tuple[SampleRow, ...]
     sample_indices: Int64Array
     """i64[len(sample_rows)]: packed token whose logits each row samples from. With n > 1 an index repeats."""
+    adapters: tuple[AdapterSpan, ...] = ()
+    """Which tokens are computed with a LoRA adapter, one span for each; all others with the base model alone."""
 
     @property
     def num_tokens(self) -> int:

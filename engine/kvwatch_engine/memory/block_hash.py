@@ -23,6 +23,7 @@ class KeyTag(IntEnum):
     BLOCK_SIZE = 1
     WEIGHTS = 2
     SALT = 3
+    LORA = 4
 
 
 @dataclass(frozen=True, slots=True)

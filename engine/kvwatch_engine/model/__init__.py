@@ -10,6 +10,7 @@
     decoder_config.py   shape of a decoder, read from the model's configuration
     decoder.py          forward pass over packed tokens
     linear.py  rope.py  its two building blocks
+    adapters.py         LoRA adapters in memory; lora_files.py, lora_config.py read them, lora.py computes
     attention.py        the only door to the attention kernels
     runner.py           one step: copies, forward, sampling
     sampler.py          logits -> tokens; logit_changes.py, drawing.py, logprobs.py are its parts

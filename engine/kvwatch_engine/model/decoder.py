@@ -5,7 +5,7 @@ where a sequence begins.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch.nn import functional
@@ -16,6 +16,17 @@ from kvwatch_engine.model.rope import RotaryEmbedding
 from kvwatch_kernels.activation import silu_and_multiply
 from kvwatch_kernels.rms_norm import rms_norm
 
+LinearName = Literal["qkv", "output", "gate_up", "down"]
+"""The linear layers in `LayerWeights`, by name."""
+
+
+class LinearLayer(Protocol):
+    """A linear layer, whatever it is made of."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `dtype[num_tokens, out_features]`, contiguous, for `dtype[num_tokens, in_features]`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
@@ -23,17 +34,17 @@ class LayerWeights:
 
     attention_norm: torch.Tensor
     """`[hidden_size]`"""
-    qkv: Linear
+    qkv: LinearLayer
     """hidden_size -> (num_heads + 2 * num_kv_heads) * head_dim: queries, keys, values."""
     qk_norm: torch.Tensor | None
     """`[num_heads + num_kv_heads, head_dim]`: the query's norm weight for its heads, then the key's."""
-    output: Linear
+    output: LinearLayer
     """num_heads * head_dim -> hidden_size"""
     mlp_norm: torch.Tensor
     """`[hidden_size]`"""
-    gate_up: Linear
+    gate_up: LinearLayer
     """hidden_size -> 2 * intermediate_size: gate, up."""
-    down: Linear
+    down: LinearLayer
     """intermediate_size -> hidden_size"""
 
 
@@ -72,6 +83,14 @@ class LayerAttention(Protocol):
         ...
 
 
+class StepAdapters(Protocol):
+    """The LoRA adapters of one step."""
+
+    def adapted(self, layers: tuple[LayerWeights, ...]) -> tuple[LayerWeights, ...]:
+        """Return the layers as they compute in this step: each adapter acts on its own tokens."""
+        ...
+
+
 class Decoder:
     """A decoder-only transformer. Holds no state between calls: the KV cache comes with each step."""
 
@@ -83,7 +102,11 @@ class Decoder:
         self._rotary = rotary
 
     def hidden_states(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: LayerAttention,
+        adapters: StepAdapters | None = None,
     ) -> torch.Tensor:
         """Run all layers; writes the tokens' keys and values to the cache.
 
@@ -91,6 +114,7 @@ class Decoder:
             token_ids: i64[num_tokens].
             positions: i64[num_tokens]. Place of each token in its sequence, from 0.
             attention: cache and blocks of this step.
+            adapters: LoRA adapters of this step; none if no token has one.
 
         Returns:
             `dtype[num_tokens, hidden_size]`, before the last norm.
@@ -99,7 +123,8 @@ class Decoder:
         angles = self._rotary.angles(positions, self.dtype)
         # What a part adds to the hidden states is added by the norm that follows, in one pass.
         added: torch.Tensor | None = None
-        for index, layer in enumerate(self._weights.layers):
+        layers = self._weights.layers if adapters is None else adapters.adapted(self._weights.layers)
+        for index, layer in enumerate(layers):
             normalised = self._normalise(hidden, layer.attention_norm, added)
             added = self._attend(index, layer, normalised, angles, attention)
             added = self._feed_forward(layer, self._normalise(hidden, layer.mlp_norm, added))

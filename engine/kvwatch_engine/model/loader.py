@@ -10,6 +10,7 @@ from kvwatch.errors import KVWatchError
 from kvwatch_engine.contracts.cache import QUANTISED_DTYPES, KVCacheSpec, KVDtype
 from kvwatch_engine.contracts.errors import ModelError
 from kvwatch_engine.contracts.model import ModelInfo
+from kvwatch_engine.model.adapters import AdapterStore
 from kvwatch_engine.model.decoder import Decoder
 from kvwatch_engine.model.decoder_config import decoder_config, read_config
 from kvwatch_engine.model.dtypes import choose_dtype
@@ -26,6 +27,8 @@ class LoadedModel:
 
     info: ModelInfo
     decoder: Decoder
+    adapters: AdapterStore
+    """LoRA adapters beside it."""
 
     @property
     def device(self) -> torch.device:
@@ -114,4 +117,4 @@ def _load(
         weights_fingerprint=fingerprint.result(),
         weights_bytes=weights.num_bytes,
     )
-    return LoadedModel(info, Decoder(shape, weights, rotary))
+    return LoadedModel(info, Decoder(shape, weights, rotary), AdapterStore(shape, choice.dtype, device))

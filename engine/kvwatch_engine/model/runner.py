@@ -107,11 +107,11 @@ class ModelRunner:
     @torch.inference_mode()
     def _forward(self, step: StepInput, sampled: Int64Array) -> torch.Tensor:
         """Return f32[len(sampled), vocab_size] on the CPU, the logits of the packed tokens that `sampled` names."""
+        adapters = self._model.adapters.of_step(step.adapters) if step.adapters else None
         if self._device is not None:
-            return self._device.logits(step, sampled)
+            return self._device.logits(step, sampled, adapters)
         decoder = self._model.decoder
         # torch.tensor copies: it may then not mind that the step's arrays are read-only.
-        hidden = decoder.hidden_states(
-            torch.tensor(step.token_ids), torch.tensor(step.positions), StepAttention.of_step(self._kv_cache, step)
-        )
+        attention = StepAttention.of_step(self._kv_cache, step)
+        hidden = decoder.hidden_states(torch.tensor(step.token_ids), torch.tensor(step.positions), attention, adapters)
         return decoder.logits(hidden[torch.tensor(sampled)])

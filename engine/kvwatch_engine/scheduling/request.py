@@ -131,6 +131,7 @@ class Request:
         "hits",
         "is_restorable",
         "last_token_ns",
+        "load_id",
         "num_cached_tokens",
         "num_failed_allocations",
         "num_preemptions",
@@ -178,6 +179,7 @@ class Request:
         self.sampling: SamplingParams = source.sampling
         self.origin = source.origin
         self.cache_salt = source.cache_salt
+        self.load_id = source.load_id
         self.arrival = arrival
         """Its number in the order of arrival."""
         self.priority = source.priority

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvwatch_engine.contracts.adapter import AdapterSpan
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.step import SampleRow, StepInput
 from kvwatch_engine.memory.block_manager import BlockCopy, BlockManager
@@ -36,7 +37,8 @@ class ScheduledStep:
 def build_step(
     step: int, chunks: ReadOnlySequence[Chunk], manager: BlockManager, eos_token_ids: tuple[int, ...]
 ) -> ScheduledStep:
-    """Pack chunks, in this order, into one step and note which blocks it writes to."""
+    """Pack chunks into one step and note which blocks it writes to; those of one LoRA adapter lie side by side."""
+    chunks = _grouped_by_adapter(chunks)
     size = manager.block_size
     token_ids: list[int] = []
     query_starts = [0]
@@ -72,9 +74,31 @@ def build_step(
         copy_destinations=np.array([copy.destination for copy in copies], dtype=np.int64),
         sample_rows=tuple(_sample_row(sequence, eos_token_ids) for sequence in sampled),
         sample_indices=np.array(sample_indices, dtype=np.int64),
+        adapters=_adapter_spans(chunks, query_starts),
     )
     num_recomputed = sum(max(0, min(chunk.end, chunk.sequence.num_lost) - chunk.start) for chunk in chunks)
     return ScheduledStep(step_input, tuple(chunks), tuple(sampled), written, num_recomputed)
+
+
+def _grouped_by_adapter(chunks: ReadOnlySequence[Chunk]) -> ReadOnlySequence[Chunk]:
+    """Return the chunks with those of one adapter side by side, else in their order; all base ones come first."""
+    if all(chunk.sequence.request.load_id is None for chunk in chunks):
+        return chunks
+    return sorted(chunks, key=lambda chunk: chunk.sequence.request.load_id or "")
+
+
+def _adapter_spans(chunks: ReadOnlySequence[Chunk], query_starts: list[int]) -> tuple[AdapterSpan, ...]:
+    """Return the tokens of each adapter, of chunks that `_grouped_by_adapter` has put in order."""
+    if chunks[-1].sequence.request.load_id is None:
+        return ()
+    spans: list[AdapterSpan] = []
+    for index, chunk in enumerate(chunks):
+        load_id = chunk.sequence.request.load_id
+        if load_id is None:
+            continue
+        start = spans.pop().start if spans and spans[-1].load_id == load_id else query_starts[index]
+        spans.append(AdapterSpan(load_id, start, query_starts[index + 1]))
+    return tuple(spans)
 
 
 def _sequences_to_sample(sequence: Sequence) -> list[Sequence]:

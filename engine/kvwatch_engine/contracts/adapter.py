@@ -1,0 +1,66 @@
+"""LoRA adapters as everything but the model knows them: names, identities, and which tokens of a step use them."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NewType, Protocol
+
+from kvwatch_engine.contracts.errors import AdapterError
+
+LoadId = NewType("LoadId", str)
+"""Names one loading of an adapter, for all time: the same folder, loaded again, has another one."""
+
+MAX_NAME_CHARS: Final = 128
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/@+-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter that is in memory."""
+
+    name: str
+    """Name under which it is served."""
+    load_id: LoadId
+    """Part of every block hash of its requests: K/V computed with it is shared with nothing else."""
+    rank: int
+    """The highest rank of its modules."""
+    num_bytes: int
+    """Memory that its weights take."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpan:
+    """Consecutive packed tokens of a step that are computed with one adapter."""
+
+    load_id: LoadId
+    start: int
+    end: int
+
+
+class AdapterMemory(Protocol):
+    """Where the model keeps the weights of adapters. Any thread."""
+
+    def load(self, name: str, folder: Path) -> Adapter:
+        """Read an adapter's files; steps may use it from the return on.
+
+        Raises:
+            AdapterError: something is wrong with it; nothing was changed.
+        """
+        ...
+
+    def discard(self, load_id: LoadId) -> None:
+        """Free an adapter's weights; no step may use it any more. Unknown ids are ignored."""
+        ...
+
+
+def check_adapter_name(name: str) -> None:
+    """Refuse a name that could not stand in a path, a label or a log line as it is.
+
+    Raises:
+        AdapterError: so.
+    """
+    if len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
+        raise AdapterError(
+            f"{name[:MAX_NAME_CHARS]!r} is no name for an adapter; use 1 to {MAX_NAME_CHARS} letters, digits and "
+            "_ . : / @ + -, the first one a letter, digit or _"
+        )

@@ -1,0 +1,70 @@
+"""The LoRA adapters in memory, by load id. Knows neither who may use them nor under which names they are served."""
+
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from kvwatch_engine.contracts.adapter import Adapter, AdapterSpan, LoadId
+from kvwatch_engine.contracts.errors import AdapterError
+from kvwatch_engine.model.decoder_config import DecoderConfig
+from kvwatch_engine.model.lora import LoraStep, LoraWeights
+from kvwatch_engine.model.lora_files import LoraTarget, read_adapter
+
+DEFAULT_MAX_RANK: Final = 64
+
+
+class AdapterStore:
+    """Adapters of one model; implements `AdapterMemory`.
+
+    Loading and discarding may happen on any thread, while steps run: what is loaded is immutable, and is entered by a
+    single assignment once it is complete.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, max_rank: int = DEFAULT_MAX_RANK
+    ) -> None:
+        """Create the store of a model.
+
+        Args:
+            config: the model's shape.
+            dtype: what it computes in; adapters are converted to it.
+            device: where it computes.
+            max_rank: the highest rank that an adapter may have.
+        """
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        self.max_rank = max_rank
+        self._weights: dict[LoadId, LoraWeights] = {}
+
+    def load(self, name: str, folder: Path) -> Adapter:
+        """Read an adapter's files; steps may use it from the return on.
+
+        Raises:
+            AdapterError: something is wrong with it; nothing was changed.
+        """
+        target = LoraTarget(self._config, self._dtype, self._device, self.max_rank)
+        try:
+            with torch.inference_mode():
+                weights = read_adapter(folder, target)
+        except AdapterError as error:
+            raise AdapterError(f"adapter {name!r} cannot be loaded: {error}") from error
+        load_id = LoadId(secrets.token_hex(16))
+        self._weights[load_id] = weights
+        return Adapter(name=name, load_id=load_id, rank=weights.rank, num_bytes=weights.num_bytes)
+
+    def discard(self, load_id: LoadId) -> None:
+        """Free an adapter's weights; no step may use it any more. Unknown ids are ignored."""
+        self._weights.pop(load_id, None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all adapters take."""
+        return sum(weights.num_bytes for weights in list(self._weights.values()))
+
+    def of_step(self, spans: Iterable[AdapterSpan]) -> LoraStep:
+        """Return the adapters of a step. Engine thread only."""
+        return LoraStep([(slice(span.start, span.end), self._weights[span.load_id]) for span in spans])

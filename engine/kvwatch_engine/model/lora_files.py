@@ -1,0 +1,185 @@
+"""From the files of a PEFT folder to an adapter's weights, every tensor checked before any of them is used.
+
+    adapter_config.json         see `lora_config.py`
+    adapter_model.safetensors   base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight ...
+
+Files are read whole and once, up to a bound that the model's shape and the rank limit give: one that changes while it
+is mapped would bring the process down. Nothing is ever unpickled. Messages name files, never the folder.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from kvwatch_engine.contracts.errors import AdapterError
+from kvwatch_engine.model.decoder import LinearName
+from kvwatch_engine.model.decoder_config import DecoderConfig
+from kvwatch_engine.model.lora import LoraLinear, LoraModule, LoraWeights, Projection, projections
+from kvwatch_engine.model.lora_config import CONFIG_FILE, LoraConfig, parse_config
+
+WEIGHTS_FILE: Final = "adapter_model.safetensors"
+
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 16 << 20
+_FILE_DTYPE_BYTES = 4
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTarget:
+    """What adapters have to fit."""
+
+    config: DecoderConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_rank: int
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Bytes of the largest file of weights that can be right."""
+        features = sum(each.in_features + each.out_features for each in projections(self.config))
+        return self.config.num_layers * features * self.max_rank * _FILE_DTYPE_BYTES + _MAX_HEADER_BYTES
+
+
+def read_adapter(folder: Path, target: LoraTarget) -> LoraWeights:
+    """Read an adapter.
+
+    Raises:
+        AdapterError: a file is missing, damaged or too large; a tensor is missing, left over, of the wrong shape or
+            dtype, or holds what is no number; or it asks for something that is not supported.
+    """
+    config = parse_config(_read(folder, CONFIG_FILE, _MAX_CONFIG_BYTES))
+    if (highest := max([config.rank, *config.rank_pattern.values()])) > target.max_rank:
+        raise AdapterError(f"its rank is {highest}, but the limit is {target.max_rank}; raise --max-lora-rank")
+    content = _read(folder, WEIGHTS_FILE, target.max_file_bytes)
+    try:
+        tensors = load(content)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise AdapterError(f"{WEIGHTS_FILE} is not a readable safetensors file: {error}") from error
+    return _Assembly(config, target, _by_module(tensors)).weights()
+
+
+def _read(folder: Path, name: str, limit: int) -> bytes:
+    """Return a file's content.
+
+    Raises:
+        AdapterError: it is missing, no regular file, unreadable, or longer than `limit` bytes.
+    """
+    path = folder / name
+    try:
+        if not path.is_file():  # a pipe would never end
+            raise AdapterError(_missing(folder, name))
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise AdapterError(f"{name} cannot be read ({error.strerror})") from error
+    if len(content) > limit:
+        raise AdapterError(f"{name} is longer than {limit} bytes, more than an adapter of this model can have")
+    return content
+
+
+def _missing(folder: Path, name: str) -> str:
+    if name == WEIGHTS_FILE and (folder / "adapter_model.bin").is_file():
+        return "adapter_model.bin is a pickle, which is never loaded; save the adapter as safetensors"
+    return f"the adapter has no {name}; give a folder that PEFT's save_pretrained wrote"
+
+
+Matrices = dict[str, torch.Tensor]
+"""`A` and `B` of one module."""
+
+
+def _by_module(tensors: Mapping[str, torch.Tensor]) -> dict[str, Matrices]:
+    """Return the matrices of each module.
+
+    Raises:
+        AdapterError: a tensor is neither A nor B of a module.
+    """
+    found: dict[str, Matrices] = {}
+    others = []
+    for name, tensor in tensors.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            others.append(name)
+        else:
+            found.setdefault(match["module"], {})[match["matrix"]] = tensor
+    if others:
+        raise AdapterError(
+            f"{len(others)} tensors are no LoRA matrices of linear layers, and nothing else is supported: "
+            f"{_some(others)}"
+        )
+    return found
+
+
+class _Assembly:
+    """Puts the matrices of modules where the fused layers want them."""
+
+    def __init__(self, config: LoraConfig, target: LoraTarget, modules: Mapping[str, Matrices]) -> None:
+        self._config = config
+        self._target = target
+        self._modules = dict(modules)
+        self._rank = 0
+
+    def weights(self) -> LoraWeights:
+        layers = tuple(self._layer(index) for index in range(self._target.config.num_layers))
+        if self._modules:
+            known = ", ".join(each.module for each in projections(self._target.config))
+            raise AdapterError(
+                f"{len(self._modules)} modules are not of this model, or not supported: {_some(self._modules)}; "
+                f"an adapter may change {known} of {self._target.config.num_layers} layers"
+            )
+        num_bytes = sum(linear.num_bytes for layer in layers for linear in layer.values())
+        if not num_bytes:
+            raise AdapterError("it changes no layer at all")
+        return LoraWeights(layers, num_bytes, self._rank)
+
+    def _layer(self, index: int) -> dict[LinearName, LoraLinear]:
+        fused: dict[LinearName, list[LoraModule]] = {}
+        for projection in projections(self._target.config):
+            module = self._module(f"model.layers.{index}.{projection.module}", projection)
+            if module is not None:
+                fused.setdefault(projection.fused, []).append(module)
+        return {name: LoraLinear(modules) for name, modules in fused.items()}
+
+    def _module(self, name: str, projection: Projection) -> LoraModule | None:
+        matrices = self._modules.pop(name, None)
+        is_target = self._config.targets(name)
+        if matrices is None:
+            if is_target:
+                raise AdapterError(f"{name} is among its target_modules, but {WEIGHTS_FILE} has no matrices for it")
+            return None
+        if is_target is False:
+            raise AdapterError(f"{WEIGHTS_FILE} has matrices for {name}, which is not among its target_modules")
+        rank = self._config.rank_of(name)
+        self._rank = max(self._rank, rank)
+        a = self._matrix(name, matrices, "A", (rank, projection.in_features))
+        b = self._matrix(name, matrices, "B", (projection.out_features, rank))
+        b = b.float() * self._config.scaling_of(name)
+        return LoraModule(projection, self._kept(f"{name}.lora_A", a), self._kept(f"{name}.lora_B", b))
+
+    def _matrix(self, module: str, matrices: Matrices, which: str, shape: tuple[int, int]) -> torch.Tensor:
+        tensor, name = matrices.get(which), f"{module}.lora_{which}"
+        if tensor is None:
+            raise AdapterError(f"{WEIGHTS_FILE} lacks {name}")
+        if tuple(tensor.shape) != shape:
+            raise AdapterError(f"{name} has shape {tuple(tensor.shape)}, but model and configuration ask for {shape}")
+        if tensor.dtype not in _DTYPES:
+            raise AdapterError(f"{name} is of {tensor.dtype}; supported: {', '.join(map(str, _DTYPES))}")
+        return tensor
+
+    def _kept(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
+        kept = matrix.to(self._target.device, self._target.dtype, copy=True)
+        if not bool(torch.isfinite(kept).all()):
+            raise AdapterError(f"{name} holds values that are no finite numbers in {self._target.dtype}")
+        return kept
+
+
+def _some(names: Mapping[str, object] | list[str]) -> str:
+    shown = sorted(name[:128] for name in names)[:3]
+    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "")
