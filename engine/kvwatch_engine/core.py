@@ -20,7 +20,7 @@ from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, Re
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepExecutor, StepResult
 from kvwatch_engine.contracts.tiers import Tiers
-from kvwatch_engine.memory.block_hash import ExtraKey, HashChain, KeyTag, root_hash, salt_bytes
+from kvwatch_engine.memory.block_hash import HashChain, root_hash, sequence_keys
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import BlockPool
 from kvwatch_engine.resize import PoolResizer, PreparedResize
@@ -290,12 +290,12 @@ class EngineCore:
             self.tiers.check_integrity()
 
     def _root(self, source: GenerationRequest) -> BlockHash:
-        keys = [
-            ExtraKey(KeyTag.BLOCK_SIZE, self.settings.block_size.to_bytes(8, "little")),
-            ExtraKey(KeyTag.WEIGHTS, self.settings.weights_fingerprint.encode()),
-        ]
-        if source.cache_salt:
-            keys.append(ExtraKey(KeyTag.SALT, salt_bytes(source.cache_salt)))
-        if source.load_id is not None:
-            keys.append(ExtraKey(KeyTag.LORA, source.load_id.encode()))
-        return root_hash(keys)
+        return root_hash(
+            sequence_keys(
+                self.settings.block_size,
+                self.settings.weights_fingerprint,
+                cache_salt=source.cache_salt,
+                tenant_salt=source.tenant_salt,
+                adapter=source.load_id.encode() if source.load_id is not None else b"",
+            )
+        )

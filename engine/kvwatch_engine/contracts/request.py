@@ -52,6 +52,8 @@ class GenerationRequest:
     sampling: SamplingParams
     cache_salt: str = ""
     """Part of every block hash of this request: blocks are shared only between equal salts."""
+    tenant_salt: str = ""
+    """What the server adds for the tenant of an API key; like `cache_salt`, but no request can choose it."""
     origin: RequestOrigin = RequestOrigin()
     load_id: LoadId | None = None
     """LoRA adapter that computes it, which is part of every block hash as well; none is the base model."""

@@ -1,7 +1,7 @@
 """Names for the content of a block: a sha256 chain over everything that its K/V depends on.
 
     root          = sha256( tagged keys of the whole sequence )
-    hash[block i] = sha256( hash[i - 1] or root | tokens of block i )
+    hash[block i] = sha256( hash[i - 1] or root | tokens of block i | tagged keys of what lies in block i )
 
 A cryptographic hash, since a collision would show one user another user's answer. Keys are typed and length-prefixed,
 so that no two kinds of key, and no two splits of the same bytes, can encode to the same message.
@@ -23,7 +23,13 @@ class KeyTag(IntEnum):
     BLOCK_SIZE = 1
     WEIGHTS = 2
     SALT = 3
+    """The request's own: `cache_salt`."""
     LORA = 4
+    """Load id of the adapter."""
+    TENANT = 5
+    """The server's, for everybody who shares an API key's tenant."""
+    MULTIMODAL = 6
+    """Content that stands behind placeholder tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +44,66 @@ class ExtraKey:
         return struct.pack("<BQ", self.tag, len(self.content)) + self.content
 
 
+@dataclass(frozen=True, slots=True)
+class MultimodalItem:
+    """An image, or other content, whose embeddings take the place of placeholder tokens, which say nothing of it."""
+
+    position: int
+    """First of its tokens in the sequence."""
+    num_tokens: int
+    content_hash: bytes
+    """Names the content together with how it was prepared."""
+
+    def key_in(self, start: int) -> ExtraKey:
+        """Return its key in a block that begins at token `start`: which part of the content lies there counts too."""
+        place = struct.pack("<qq", self.position - start, self.num_tokens)
+        return ExtraKey(KeyTag.MULTIMODAL, place + self.content_hash)
+
+
 def root_hash(keys: Iterable[ExtraKey]) -> BlockHash:
     """Return the parent of a sequence's first block."""
     return BlockHash(sha256(b"kvwatch.block.v1" + b"".join(key.encode() for key in keys)).digest())
 
 
-def salt_digest(cache_salt: str) -> str:
-    """Return what telemetry may call a cache salt: 32 hexadecimal digits; empty for none.
+def sequence_keys(
+    block_size: int,
+    weights_fingerprint: str,
+    *,
+    cache_salt: str = "",
+    tenant_salt: str = "",
+    adapter: bytes = b"",
+) -> list[ExtraKey]:
+    """Return the keys of a whole sequence; one that is empty is left out.
 
-    Not the salt itself, which whoever knows it may use.
+    Args:
+        block_size: tokens in a block.
+        weights_fingerprint: names the base model's weights.
+        cache_salt: the request's own salt.
+        tenant_salt: the salt that the server gives a tenant.
+        adapter: load id of its LoRA adapter, encoded; each load has its own.
     """
-    return sha256(b"kvwatch.salt.v1" + salt_bytes(cache_salt)).hexdigest()[:32] if cache_salt else ""
+    keys = [
+        ExtraKey(KeyTag.BLOCK_SIZE, block_size.to_bytes(8, "little")),
+        ExtraKey(KeyTag.WEIGHTS, weights_fingerprint.encode()),
+    ]
+    if cache_salt:
+        keys.append(ExtraKey(KeyTag.SALT, salt_bytes(cache_salt)))
+    if adapter:
+        keys.append(ExtraKey(KeyTag.LORA, adapter))
+    if tenant_salt:
+        keys.append(ExtraKey(KeyTag.TENANT, salt_bytes(tenant_salt)))
+    return keys
+
+
+def salt_digest(cache_salt: str, tenant_salt: str = "") -> str:
+    """Return what telemetry may call the salts of a request: 32 hexadecimal digits; empty for none.
+
+    Not the salts themselves, which whoever knows them may use.
+    """
+    if not tenant_salt:
+        return sha256(b"kvwatch.salt.v1" + salt_bytes(cache_salt)).hexdigest()[:32] if cache_salt else ""
+    both = (ExtraKey(KeyTag.TENANT, salt_bytes(tenant_salt)), ExtraKey(KeyTag.SALT, salt_bytes(cache_salt)))
+    return sha256(b"kvwatch.salt.v2" + b"".join(key.encode() for key in both)).hexdigest()[:32]
 
 
 def salt_bytes(cache_salt: str) -> bytes:
@@ -61,9 +116,13 @@ def _token_packer(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}q")
 
 
-def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """Return the hash of the full block that follows `parent` and holds `token_ids`."""
-    return BlockHash(sha256(parent + _token_packer(len(token_ids)).pack(*token_ids)).digest())
+def block_hash(parent: BlockHash, token_ids: Sequence[int], keys: Iterable[ExtraKey] = ()) -> BlockHash:
+    """Return the hash of the full block that follows `parent` and holds `token_ids`.
+
+    `keys` are those of what lies in this block. How many tokens a block has is in the root: no key can pass for tokens.
+    """
+    message = parent + _token_packer(len(token_ids)).pack(*token_ids)
+    return BlockHash(sha256(message + b"".join(key.encode() for key in keys)).digest())
 
 
 TokenSlice = Callable[[int, int], Sequence[int]]
@@ -73,10 +132,12 @@ TokenSlice = Callable[[int, int], Sequence[int]]
 class HashChain:
     """Hashes of a token sequence's full blocks, computed once and extended as the sequence grows."""
 
-    __slots__ = ("_block_size", "_hashes", "_root")
+    __slots__ = ("_block_size", "_hashes", "_items", "_root")
 
-    def __init__(self, root: BlockHash, block_size: int) -> None:
+    def __init__(self, root: BlockHash, block_size: int, items: Sequence[MultimodalItem] = ()) -> None:
+        """Begin the chain of one sequence; `items` are what its placeholder tokens stand for, in order."""
         self._root = root
+        self._items = tuple(items)
         self._block_size = block_size
         self._hashes: list[BlockHash] = []
 
@@ -96,11 +157,20 @@ class HashChain:
         hashes = self._hashes
         for index in range(len(hashes), num_blocks):
             parent = hashes[-1] if hashes else self._root
-            hashes.append(block_hash(parent, tokens(index * size, (index + 1) * size)))
+            start, end = index * size, (index + 1) * size
+            keys = self._keys_in(start, end) if self._items else ()
+            hashes.append(block_hash(parent, tokens(start, end), keys))
         return hashes
 
     def fork(self, num_blocks: int) -> "HashChain":
         """Return a chain that shares the first `num_blocks` hashes."""
-        chain = HashChain(self._root, self._block_size)
+        chain = HashChain(self._root, self._block_size, self._items)
         chain._hashes = self._hashes[:num_blocks]
         return chain
+
+    def _keys_in(self, start: int, end: int) -> list[ExtraKey]:
+        return [
+            item.key_in(start)
+            for item in self._items
+            if item.position < end and start < item.position + item.num_tokens
+        ]

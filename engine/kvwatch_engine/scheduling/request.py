@@ -148,6 +148,7 @@ class Request:
         "sampling",
         "sequences",
         "state",
+        "tenant_salt",
         "transfer",
         "wait_reason",
     )
@@ -180,6 +181,7 @@ class Request:
         self.origin = source.origin
         self.cache_salt = source.cache_salt
         self.load_id = source.load_id
+        self.tenant_salt = source.tenant_salt
         self.arrival = arrival
         """Its number in the order of arrival."""
         self.priority = source.priority

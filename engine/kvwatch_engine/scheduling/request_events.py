@@ -28,7 +28,7 @@ def queued_event(request: Request) -> RequestQueued:
         sampling.top_k,
         sampling.seed,
         request.priority,
-        salt_digest(request.cache_salt),
+        salt_digest(request.cache_salt, request.tenant_salt),
     )
 
 
