@@ -83,7 +83,8 @@ class Sidecar:
         clock = SystemClock()
         self.log = EventLog(LOG_CAPACITY, clock)
         self.cursor = self.log.subscribe("bench")
-        self.mirror = Mirror(self.log, clock, observer=make_observer(2_000_000) if has_observer else None)
+        self.observer = make_observer(2_000_000) if has_observer else None
+        self.mirror = Mirror(self.log, clock, observer=self.observer)
         self.mirror.confirm()
         self.decoder = Decoder(in_full=in_full)
 
@@ -105,14 +106,14 @@ def rate(sidecar: Sidecar, messages: Payloads) -> float:
     return statistics.median(rates)
 
 
-def resident_megabytes() -> float:
-    """Return this process's resident memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+def resident_megabytes(line: str = "VmRSS") -> float:
+    """Return this process's resident memory, or with `VmHWM` the most that it ever was."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{line}:")[1].split()[0]) * 1024 / 1e6
 
 
 def measure_memory() -> dict[str, float]:
-    """Fill a mirror in a process that keeps nothing of its own of it."""
+    """Fill a mirror in a process that keeps nothing of its own of it, and have its metrics read."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -121,13 +122,21 @@ def measure_memory() -> dict[str, float]:
         messages = churn(rnd, sink, map_store, grows=True)
         while sidecar.mirror.num_blocks < NUM_LIVE:
             sidecar.take(next(messages)[0])
-        os.write(writer, json.dumps([before, resident_megabytes()]).encode())
+        assert sidecar.observer is not None
+        for _ in range(3):
+            list(sidecar.observer.samples())
+        sidecar.mirror.snapshot()
+        os.write(writer, json.dumps([before, resident_megabytes(), resident_megabytes("VmHWM")]).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        before, after = json.loads(pipe.read())
+        before, after, most = json.loads(pipe.read())
     os.waitpid(pid, 0)
-    return {"megabytes_before": round(before, 1), "megabytes_at_1m_blocks": round(after, 1)}
+    return {
+        "megabytes_before": round(before, 1),
+        "megabytes_at_1m_blocks": round(after, 1),
+        "megabytes_at_most": round(most, 1),
+    }
 
 
 class _Forgetful(list[int]):
@@ -160,9 +169,7 @@ def main() -> None:
             sys.exit("the benchmark's engine or the mirror is wrong")
     result |= {"budget_events_per_second": BUDGET_PER_SECOND, "budget_megabytes": BUDGET_MEGABYTES}
     print(json.dumps(result))
-    is_missed = (
-        result["events_per_second_maps"] < BUDGET_PER_SECOND or result["megabytes_at_1m_blocks"] > BUDGET_MEGABYTES
-    )
+    is_missed = result["events_per_second_maps"] < BUDGET_PER_SECOND or result["megabytes_at_most"] > BUDGET_MEGABYTES
     sys.exit(is_missed)
 
 
