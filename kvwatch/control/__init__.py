@@ -3,6 +3,7 @@
 settings.py    which settings can change live, and how
 changes.py     what a change is and what the engine answers
 inspection.py  what can be looked up
+prefixes.py    pins and the reset of the prefix cache
 protocol.py    the calls
 """
 
@@ -28,7 +29,8 @@ from kvwatch.control.inspection import (
     RequestPage,
     RequestQuery,
 )
-from kvwatch.control.protocol import EngineControl, LiveControl, PoolControl
+from kvwatch.control.prefixes import PinnedPrefix, PrefixReset, PrefixScope
+from kvwatch.control.protocol import EngineControl, LiveControl, PoolControl, PrefixControl
 from kvwatch.control.settings import LIVE_SETTINGS, ChangeKind, LiveSetting, SettingValue
 
 __all__ = [
@@ -46,9 +48,13 @@ __all__ = [
     "EngineControl",
     "LiveControl",
     "LiveSetting",
+    "PinnedPrefix",
     "PoolControl",
+    "PrefixControl",
     "PrefixInfo",
     "PrefixOrder",
+    "PrefixReset",
+    "PrefixScope",
     "PrefixTop",
     "RequestInfo",
     "RequestPage",

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvwatch.control.changes import AdmissionState, ChangeOutcome, ChangePreview, Changes, SettingsState
 from kvwatch.control.inspection import BlockPage, BlockQuery, PrefixOrder, PrefixTop, RequestPage, RequestQuery
+from kvwatch.control.prefixes import PinnedPrefix, PrefixReset, PrefixScope
 from kvwatch.telemetry.snapshot import EngineSnapshot
 
 
@@ -142,5 +143,78 @@ class LiveControl(EngineControl, Protocol):
 
         Raises:
             ChangeRefused: the limit is out of bounds.
+        """
+        ...
+
+
+class PrefixControl(EngineControl, Protocol):
+    """Pins and the reset of an engine's prefix cache; a foreign engine has neither."""
+
+    def pin_prefix(
+        self,
+        token_ids: Sequence[int],
+        scope: PrefixScope = PrefixScope(),  # noqa: B008 - immutable
+        *,
+        actor: str,
+        reason: str = "",
+        timeout_seconds: float = 5.0,
+    ) -> PinnedPrefix:
+        """Keep the full blocks of a prefix, all of which must be cached or in use now, until `unpin_prefix`.
+
+        The same prefix may be pinned several times; its blocks stay until the last of these pins ends, and count once.
+
+        Raises:
+            ChangeRefused: less than a block, not all of it is cached, or too much would be pinned; nothing was changed.
+        """
+        ...
+
+    def pin_request(
+        self,
+        request_id: str,
+        num_tokens: int | None = None,
+        *,
+        actor: str,
+        reason: str = "",
+        timeout_seconds: float = 5.0,
+    ) -> PinnedPrefix:
+        """Keep the full blocks of a live request's prompt, or of its first `num_tokens` tokens; else as `pin_prefix`.
+
+        Raises:
+            ChangeRefused: no such request is live, or as `pin_prefix`.
+        """
+        ...
+
+    def unpin_prefix(self, pin: str, *, actor: str, reason: str = "", timeout_seconds: float = 5.0) -> PinnedPrefix:
+        """End a pin; blocks that nobody else pins may be evicted again, last of all.
+
+        Raises:
+            ChangeRefused: there is no such pin.
+        """
+        ...
+
+    def pinned_prefixes(self, timeout_seconds: float = 5.0) -> list[PinnedPrefix]:
+        """Return all pins, the oldest first."""
+        ...
+
+    def reset_prefix_cache(
+        self,
+        *,
+        actor: str,
+        reason: str = "",
+        unpin: bool = False,
+        wait_seconds: float = 0.0,
+        timeout_seconds: float = 5.0,
+    ) -> PrefixReset:
+        """Forget all content of the prefix cache, in all tiers: no request finds anything of it from now on.
+
+        Args:
+            actor: who asks, for whoever reads the events.
+            reason: why, likewise.
+            unpin: end all pins first.
+            wait_seconds: how long to wait until what is in use was released; the answer says whether it was.
+            timeout_seconds: how long to wait for the engine's answer besides.
+
+        Raises:
+            ChangeRefused: prefixes are pinned and `unpin` is not set; nothing was changed.
         """
         ...
