@@ -23,6 +23,7 @@ from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.model import ModelInfo, SamplingDefaults
 from kvwatch_engine.engine import Engine
 from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app
+from kvwatch_engine.server.api_keys import ApiKeys
 from kvwatch_engine.server.runtime import make_server
 
 MODEL = "tests/arithmetic"
@@ -152,6 +153,7 @@ def arithmetic_server(
     settings: ServerSettings | None = None,
     metrics_app: ASGIApp | None = None,
     send_buffer_bytes: int | None = None,
+    api_keys: ApiKeys | None = None,
     **engine_settings: object,
 ) -> Iterator[RunningServer]:
     """Serve the arithmetic model with the tokenizer in `folder`."""
@@ -163,7 +165,7 @@ def arithmetic_server(
     log = EventLog()
     engine = Engine(limits, model, log, dispatcher)
     info = make_model_info(folder, model.vocab_size)
-    app = create_app(engine, dispatcher, info, settings or ServerSettings(), metrics_app)
+    app = create_app(engine, dispatcher, info, settings or ServerSettings(), metrics_app, api_keys)
     with serve(engine, app, dispatcher, log, send_buffer_bytes) as running:
         yield running
 

@@ -60,6 +60,9 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
     served_model_name: Annotated[str | None, setting("Name under which the API offers the model.")] = None
     host: Annotated[str, setting("Address of the API.")] = "127.0.0.1"
     port: Annotated[int, setting("Port of the API; 0 takes a free one.", minimum=0, maximum=65_535)] = 8000
+    api_key_file: Annotated[
+        str | None, setting("TOML file of API keys with their tenants; without it everybody may use the API.")
+    ] = None
     block_size: Annotated[int, setting("Tokens in one block.", minimum=1, maximum=1024)] = 16
     num_blocks: Annotated[int | None, setting("Blocks of the pool, the null block included.", minimum=2)] = None
     kv_memory: Annotated[str | None, setting("Memory of the pool, such as 4GiB, instead of --num-blocks.")] = None
@@ -187,8 +190,10 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
     with bind(_join(settings.host, settings.port), "--host and --port") as bound:
         from kvwatch.http_protocol import BoundedRequestProtocol
         from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app
+        from kvwatch_engine.server.api_keys import ApiKeys
         from kvwatch_engine.server.runtime import make_server, serve_until_signal
 
+        api_keys = ApiKeys(settings.api_key_file) if settings.api_key_file is not None else None
         model = _load_model(settings, cache_dir)
         dispatcher = OutputDispatcher()
         engine = _make_engine(settings, tiers, model, log, dispatcher)
@@ -206,6 +211,7 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
             model.info,
             ServerSettings(drain_seconds=settings.drain_seconds, log_prompts=settings.log_prompts),
             built.observatory.metrics_app,
+            api_keys,
         )
         serving = Serving(model.info, engine, built)
         try:

@@ -9,9 +9,12 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvwatch.telemetry.events.request import Operation
 from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.request import EngineClient
+from kvwatch_engine.server.access import ApiKeyGuard
+from kvwatch_engine.server.api_keys import ApiKeys
 from kvwatch_engine.server.chat import ChatPlanner
 from kvwatch_engine.server.completions import CompletionPlanner
 from kvwatch_engine.server.dispatcher import OutputDispatcher
@@ -26,6 +29,9 @@ from kvwatch_engine.server.request_log import RequestLog
 from kvwatch_engine.server.settings import ServerSettings
 from kvwatch_engine.server.tokenizer import Tokenizer
 
+_CHAT = "/v1/chat/completions"
+_COMPLETIONS = "/v1/completions"
+
 
 def create_app(
     engine: EngineClient,
@@ -33,6 +39,7 @@ def create_app(
     model: ModelInfo,
     settings: ServerSettings,
     metrics_app: ASGIApp | None = None,
+    api_keys: ApiKeys | None = None,
 ) -> Starlette:
     """Return the OpenAI-compatible application. Loads the model's tokenizer, which takes a second or so.
 
@@ -44,6 +51,7 @@ def create_app(
         model: what is served.
         settings: limits and time-outs.
         metrics_app: answers `/metrics`.
+        api_keys: who may use it; none for everybody.
 
     Raises:
         ModelError: the model's tokenizer cannot be loaded.
@@ -55,13 +63,18 @@ def create_app(
     chat = ChatPlanner(engine, model, tokenizer, prompts, settings)
     completions = CompletionPlanner(engine, model, tokenizer, prompts, settings)
     routes: list[BaseRoute] = [
-        _post("/v1/chat/completions", GenerationEndpoint(chat, generations, drain, settings)),
-        _post("/v1/completions", GenerationEndpoint(completions, generations, drain, settings)),
+        _post(_CHAT, GenerationEndpoint(chat, generations, drain, settings)),
+        _post(_COMPLETIONS, GenerationEndpoint(completions, generations, drain, settings)),
         *model_routes(engine, model),
         *health_routes(engine, drain),
     ]
     if metrics_app is not None:
         routes.append(Route("/metrics", _Application(metrics_app), methods=["GET"]))
+
+    middleware = [Middleware(RequestLog)]
+    if api_keys is not None:
+        operations: dict[str, Operation] = {_CHAT: chat.operation, _COMPLETIONS: completions.operation}
+        middleware.append(Middleware(ApiKeyGuard, keys=api_keys, engine=engine, operations=operations))
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -70,7 +83,7 @@ def create_app(
 
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(RequestLog)],
+        middleware=middleware,
         exception_handlers={
             ApiError: on_api_error,
             RequestInvalid: on_invalid,

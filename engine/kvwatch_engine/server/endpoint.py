@@ -11,6 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from kvwatch_engine.contracts.errors import RequestRejected
 from kvwatch_engine.contracts.request import RequestOrigin
+from kvwatch_engine.server.access import caller_of
+from kvwatch_engine.server.api_keys import Caller
 from kvwatch_engine.server.bodies import read_body
 from kvwatch_engine.server.choice import ChoiceDelta
 from kvwatch_engine.server.drain import Drain
@@ -22,7 +24,7 @@ from kvwatch_engine.server.settings import ServerSettings
 from kvwatch_engine.server.streaming import stream_answer
 
 TENANT_HEADER = "x-kvwatch-tenant"
-"""Says on whose behalf a request runs. Telemetry only: whoever must be kept apart needs a cache salt."""
+"""Says on whose behalf a request runs. Telemetry only, and of no account where API keys say it: see `api_keys.py`."""
 MAX_TENANT_CHARS = 128
 
 
@@ -47,7 +49,8 @@ class GenerationEndpoint:
             ClientGone: there is nobody to answer.
         """
         record = record_of(scope)
-        origin = self._origin(record, Headers(scope=scope))
+        caller = caller_of(scope)
+        origin = self._origin(record, Headers(scope=scope), caller)
         with ExitStack() as running:
             try:
                 body = await self._drain.unless_draining(read_body(Request(scope, receive), self._settings))
@@ -57,7 +60,8 @@ class GenerationEndpoint:
                 self._generations.note_rejection(record.request_id, error, origin, round(record.begin * 1e9))
                 raise
             record.answer_id, record.is_stream = plan.job.id, plan.is_stream
-            job = replace(plan.job, origin=replace(origin, is_stream=plan.is_stream))
+            salt = caller.tenant_salt if caller is not None else ""
+            job = replace(plan.job, origin=replace(origin, is_stream=plan.is_stream), tenant_salt=salt)
             async with self._generations.start(job, receive) as run:
                 try:
                     if plan.is_stream:
@@ -69,12 +73,13 @@ class GenerationEndpoint:
             answer = msgspec.json.encode(plan.shape.answer(choices, run.usage()))
             await Response(answer, media_type="application/json")(scope, receive, send)
 
-    def _origin(self, record: RequestRecord, headers: Headers) -> RequestOrigin:
+    def _origin(self, record: RequestRecord, headers: Headers, caller: Caller | None) -> RequestOrigin:
+        tenant = caller.tenant if caller is not None else _utf8(headers.get(TENANT_HEADER, ""))[:MAX_TENANT_CHARS]
         return RequestOrigin(
             operation=self._planner.operation,
             trace_parent=record.trace.to_trace_parent(),
             trace_state=record.trace_state,
-            tenant=_utf8(headers.get(TENANT_HEADER, ""))[:MAX_TENANT_CHARS],
+            tenant=tenant,
         )
 
 

@@ -46,6 +46,7 @@ class Job:
     sampling: SamplingParams
     stops: tuple[str, ...]
     cache_salt: str = ""
+    tenant_salt: str = ""
     urgency: Urgency = Urgency()
     origin: RequestOrigin = field(default_factory=RequestOrigin)
 
@@ -58,6 +59,7 @@ class Job:
                 prompt_token_ids=prompt,
                 sampling=self.sampling,
                 cache_salt=self.cache_salt,
+                tenant_salt=self.tenant_salt,
                 origin=self.origin,
                 priority=self.urgency.priority,
                 deadline_seconds=self.urgency.deadline_seconds,

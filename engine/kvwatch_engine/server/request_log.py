@@ -41,6 +41,8 @@ class RequestRecord:
     """The client's `tracestate`; empty if there was none, or no valid `traceparent` beside it."""
     begin: float = field(default_factory=time.monotonic)
     status: int = 0
+    key_name: str = ""
+    """Name of the API key that was sent; empty where none is asked for."""
     answer_id: str = ""
     is_stream: bool = False
     usage: Usage | None = None
@@ -56,6 +58,8 @@ class RequestRecord:
     def fields(self) -> dict[str, object]:
         """Return what the log line says beside method and path."""
         found: dict[str, object] = {"status": self.status, "seconds": round(time.monotonic() - self.begin, 4)}
+        if self.key_name:
+            found["api_key"] = self.key_name
         if self.answer_id:
             found |= {"answer_id": self.answer_id, "is_stream": self.is_stream, "finish": self.finish_reasons}
         if self.first_token_seconds is not None:

@@ -8,7 +8,7 @@ from kvwatch.telemetry.schema import Event, amount_of, event, identity, instant,
 NS = 1e-9
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
-RejectionReason = Literal["queue_full", "too_long", "draining", "invalid"]
+RejectionReason = Literal["queue_full", "too_long", "draining", "invalid", "unauthorized"]
 PreemptionMode = Literal["recompute", "swap"]
 PreemptionReason = Literal["blocks", "memory"]
 WaitReason = Literal["blocks", "sequences", "tokens", "paused", "transfer"]
