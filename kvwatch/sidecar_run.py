@@ -21,7 +21,9 @@ from kvwatch.config import shown_settings
 from kvwatch.errors import ConfigError
 from kvwatch.exporters.exemplars import ExemplarStore
 from kvwatch.exporters.identity import EngineIdentity
+from kvwatch.insight.diagnosis import DiagnosisReport, EngineDiagnosis, Observation, Reading, diagnose
 from kvwatch.ledger.view import Sample
+from kvwatch.observatory.desk import DiagnosisDesk
 from kvwatch.observatory.fleet import Fleet, LabelledSample
 from kvwatch.observatory.part import Part
 from kvwatch.observatory.plan import Live, ObservatoryPlan, Subject, plan_observatory, unless_off
@@ -72,6 +74,8 @@ class Sidecar:
         self._engines, self.stream = _make_stream(self._plan)
         self.recorders: list[RecorderPart] = []
         """One for each rank, if anything is recorded."""
+        self.desks: list[DiagnosisDesk] = []
+        """One for each rank: says what is the matter with it."""
         self.fleet = Fleet(
             metrics_listen=unless_off(settings.metrics_listen),
             runners=[self._runner(source) for source in self.sources],
@@ -90,6 +94,17 @@ class Sidecar:
     def stop(self) -> None:
         """End within some seconds: sources first, then what follows them. Safe twice."""
         self.fleet.stop()
+
+    def diagnoses(self) -> DiagnosisReport:
+        """Return what is to be said now of every rank, and of engines that were never reached. Any thread."""
+        unreached: dict[tuple[str, str, str], list[Sample]] = {}
+        for labels, sample in self._unreached():
+            unreached.setdefault(labels, []).append(sample)
+        never = [
+            EngineDiagnosis(*labels, diagnose(Observation(Reading(0.0, samples), Reading(1.0, samples))))
+            for labels, samples in unreached.items()
+        ]
+        return DiagnosisReport((*(desk.diagnosis() for desk in tuple(self.desks)), *never))
 
     def dump(self) -> None:
         """Have all flight recorders written out. Any thread, and signal handlers."""
@@ -110,15 +125,20 @@ class Sidecar:
             logger.warning("a rank was told twice and is watched once", engine=source.name, dp_rank=rank.dp_rank)
             return
         self._known.add(name)
-        identity = EngineIdentity(source.name, rank.dp_rank, source.model_name)
-        subject = Subject(rank.log, rank.control, identity, config=shown_settings(self._settings))
+
+        def identity() -> EngineIdentity:
+            return EngineIdentity(source.name, rank.dp_rank, source.model_name)
+
+        subject = Subject(rank.log, rank.control, identity(), config=shown_settings(self._settings))
         epoch, exemplars = uuid.uuid4().hex, ExemplarStore(self._plan.series.thresholds)
+        desk = DiagnosisDesk(lambda: watch.samples(), identity, rank.log.clock)  # noqa: PLW0108 - made below
+        self.desks.append(desk)
         watch = Watch(
             rank.log,
             rank.control,
-            lambda: EngineIdentity(source.name, rank.dp_rank, source.model_name),
+            identity,
             WatchOptions(
-                parts=self._make_parts(subject, rank, epoch, exemplars, lambda: watch),
+                parts=[desk, *self._make_parts(subject, rank, epoch, exemplars, lambda: watch)],
                 series=self._plan.series,
                 exemplars=exemplars,
                 feeds=rank.feeds,

@@ -20,6 +20,7 @@ from kvwatch.exporters.prometheus.settings import series_settings
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.ledger.series import SeriesSettings
 from kvwatch.ledger.view import HistogramSample, Sample
+from kvwatch.observatory.desk import DiagnosisDesk
 from kvwatch.observatory.observatory import METRICS_SETTING, Observatory
 from kvwatch.observatory.part import Part
 from kvwatch.observatory.settings import ObservatorySettings
@@ -82,6 +83,8 @@ class Built:
     observatory: Observatory
     recorder: "RecorderPart | None"
     stream: "StreamServer | None"
+    desk: DiagnosisDesk
+    """Says what is the matter with the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +113,18 @@ class ObservatoryPlan:
         recorder = self.make_recorder(self.recorder, subject, epoch, live)
         stream = self._make_stream(subject, epoch)
         otel = self.make_otel(subject, exemplars, live)
+        desk = DiagnosisDesk(lambda: live.watched().samples(), lambda: subject.identity, subject.log.clock)
         observatory = Observatory(
             subject.log,
             subject.control,
             subject.identity,
             metrics_listen=unless_off(self.settings.metrics_listen),
-            parts=[*further, *(part for part in (recorder, stream, otel) if part is not None)],
+            parts=[*further, desk, *(part for part in (recorder, stream, otel) if part is not None)],
             series=self.series,
             exemplars=exemplars,
             has_vllm_aliases=has_vllm_aliases,
         )
-        return Built(observatory, recorder, stream)
+        return Built(observatory, recorder, stream, desk)
 
     @staticmethod
     def make_recorder(

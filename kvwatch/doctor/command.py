@@ -1,0 +1,65 @@
+"""`kvwatch doctor`: what reads pages is imported when the command runs."""
+
+import argparse
+import sys
+
+from kvwatch.errors import ConfigError
+
+EXIT_FINDINGS = 1
+"""Something is the matter. (2, unreachable or wrong usage, is the command line's own.)"""
+
+DEFAULT_SECONDS = 10.0
+MIN_SECONDS, MAX_SECONDS = 1.0, 600.0
+"""A page is rendered at most once a second; who looks for longer wants a dashboard."""
+
+
+class DoctorCommand:
+    """The command `doctor`. It has options and no settings."""
+
+    name = "doctor"
+    help = "look at an engine's or a sidecar's metrics and say what is the matter"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options."""
+        parser.add_argument("url", metavar="URL", help="address with /metrics, such as http://127.0.0.1:9400")
+        parser.add_argument(
+            "--seconds",
+            type=float,
+            default=DEFAULT_SECONDS,
+            help=f"time between the two looks that are compared (default: {DEFAULT_SECONDS:g})",
+        )
+        parser.add_argument(
+            "--admin", metavar="URL", help="admin listener, which has looked before; default: URL itself"
+        )
+        parser.add_argument("--json", action="store_true", dest="is_json", help="print JSON instead of text")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Look, print, and return 0 when all is well and 1 when not."""
+        from kvwatch.doctor.asking import Asker
+        from kvwatch.doctor.report import text_report
+
+        if not MIN_SECONDS <= args.seconds <= MAX_SECONDS:
+            raise ConfigError(f"--seconds: {args.seconds:g} is not from {MIN_SECONDS:g} to {MAX_SECONDS:g}")
+        target, admin = Asker(_root(args.url, "URL")), Asker(_root(args.admin or args.url, "--admin"))
+        try:
+            report = admin.own_diagnosis() or target.observe(args.seconds)
+        finally:
+            target.close()
+            admin.close()
+        if args.is_json:
+            import msgspec
+
+            sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+        else:
+            sys.stdout.write(text_report(report))
+        return 0 if report.is_healthy else EXIT_FINDINGS
+
+
+COMMAND = DoctorCommand()
+
+
+def _root(url: str, name: str) -> str:
+    given = url if "://" in url else f"http://{url}"
+    if given.split("://", 1)[0] not in {"http", "https"} or not given.split("://", 1)[1]:
+        raise ConfigError(f"{name}: {url!r} is no address; write for instance http://127.0.0.1:9400")
+    return given

@@ -1,0 +1,82 @@
+"""Looks at an engine now and then, so that whoever asks what is the matter has an answer at once.
+
+Owns the earlier looks. Does not know who asks: the composition root gives `DiagnosisDesk.report` to the admin API.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from kvwatch.exporters.identity import EngineIdentity
+from kvwatch.insight.diagnosis import DiagnosisReport, EngineDiagnosis, Lookback, Reading
+from kvwatch.insight.diagnosis.lookback import LOOK_SECONDS
+from kvwatch.ledger.collector import Follower
+from kvwatch.ledger.view import HistogramSample, Sample
+from kvwatch.telemetry.clock import Clock
+
+
+class DiagnosisDesk:
+    """A part of the observatory. `report` and `diagnosis` may be called from any thread.
+
+    Args:
+        samples: Everything that the metrics page shows of the engine, as it is now.
+        identity: Labels of the engine, as they are now.
+        clock: The clock of its log.
+        lookback: Keeps the looks.
+    """
+
+    name = "diagnosis"
+    follower: Follower | None = None
+
+    def __init__(
+        self,
+        samples: Callable[[], Iterable[Sample | HistogramSample]],
+        identity: Callable[[], EngineIdentity],
+        clock: Clock,
+        lookback: Lookback | None = None,
+    ) -> None:
+        self._samples = samples
+        self._identity = identity
+        self._clock = clock
+        self._lookback = lookback or Lookback()
+        self._lock = threading.Lock()  # guards the looks: they are added on one thread and compared on another
+
+    def open(self) -> None:
+        """Take nothing: there is nothing that could be refused."""
+
+    def samples(self) -> Iterable[Sample]:
+        """Return nothing: it has no metrics of its own."""
+        return ()
+
+    def look(self) -> None:
+        """Take a look and keep it if it is time for one."""
+        reading = self._read()
+        with self._lock:
+            if self._lookback.is_due(reading.seconds):
+                self._lookback.add(reading)
+
+    def diagnosis(self) -> EngineDiagnosis:
+        """Return what is to be said of the engine now."""
+        reading = self._read()
+        with self._lock:
+            found = self._lookback.diagnose(reading)
+        engine, dp_rank, model_name = self._identity().labels
+        return EngineDiagnosis(engine, dp_rank, model_name, found)
+
+    def report(self) -> DiagnosisReport:
+        """Return the same as the report of one engine."""
+        return DiagnosisReport((self.diagnosis(),))
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Look again and again until `stop` is set."""
+        while not stop.is_set():
+            self.look()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
+
+    def close(self) -> None:
+        """Give nothing back."""
+
+    def _read(self) -> Reading:
+        return Reading(self._clock.monotonic_ns() / 1e9, tuple(self._samples()))
