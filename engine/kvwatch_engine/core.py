@@ -13,6 +13,7 @@ from kvwatch.errors import ChangeRefused
 from kvwatch.telemetry.events import OutOfMemory, RequestRejected, StepFailed
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot, RequestState
+from kvwatch_engine.contracts.adapter import LoadId
 from kvwatch_engine.contracts.block import BlockHash
 from kvwatch_engine.contracts.cache import BlockMemory
 from kvwatch_engine.contracts.errors import is_out_of_memory
@@ -162,6 +163,10 @@ class EngineCore:
     def live_request_ids(self) -> list[str]:
         """Return the ids of all requests that have not ended."""
         return [request.request_id for request in self.scheduler.lifecycle.requests()]
+
+    def load_ids(self) -> set[LoadId | None]:
+        """Return the LoRA adapters of all requests that have not ended."""
+        return {request.load_id for request in self.scheduler.lifecycle.requests()}
 
     def close(self) -> None:
         """Let go of what tiers hold outside this process's memory, at its end."""

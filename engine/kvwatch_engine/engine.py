@@ -23,6 +23,8 @@ from kvwatch.telemetry.events import DrainStarted, EngineEnded
 from kvwatch.telemetry.events.request import RejectionReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot
+from kvwatch_engine.adapter_desk import AdapterDesk
+from kvwatch_engine.contracts.adapter import LoadId
 from kvwatch_engine.contracts.cache import BlockMemory
 from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid, RequestRejected, rejection_reason
 from kvwatch_engine.contracts.request import (
@@ -110,6 +112,7 @@ class Engine:
         self._has_failed = False
         self._lock = threading.Lock()
         self._pending: dict[str, GenerationRequest] = {}  # submitted, not yet taken in; under the lock
+        self.adapters = AdapterDesk(self._lock, lambda: self._inbox.put(_wake_up))
         self._progress_ns = log.clock.monotonic_ns()
         self._watch = StallWatch(log, self._lease, settings.stall_seconds, self._stuck_ns, self._queues)
 
@@ -173,6 +176,7 @@ class Engine:
             limits.check_valid(request, self.settings)
             with self._lock:
                 limits.check_length(request, self.settings)  # the pool is not resized meanwhile
+                self.adapters.check(request.load_id)
                 self._check_room(request)
                 self._pending[request.request_id] = request
         except RequestRejected as error:
@@ -254,6 +258,8 @@ class Engine:
                 self._carry_out_commands(wait_seconds=0 if self._core.has_work else _IDLE_POLL_SECONDS)
                 if self._core.has_work and not self._is_stopping.is_set():
                     self._step()
+                if self.adapters.has_retired:
+                    self.adapters.release(self._load_ids)
         except Exception:
             # A defect of the engine itself: serving wrong answers would be worse than stopping.
             self._has_failed = True
@@ -311,6 +317,9 @@ class Engine:
         core.add(request, queued_ns)
         with self._lock:
             self._pending.pop(request.request_id, None)
+
+    def _load_ids(self) -> set[LoadId | None]:
+        return {request.load_id for request in self._pending.values()} | self._core.load_ids()
 
     def _abort(self, core: EngineCore, request_id: str) -> None:
         outputs = core.abort(request_id)

@@ -29,12 +29,14 @@ from kvwatch.observatory.settings import ObservatorySettings
 from kvwatch.sockets import bind
 from kvwatch.telemetry.clock import Clock
 from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.contracts.adapter import DEFAULT_MAX_ADAPTERS, DEFAULT_MAX_RANK
 from kvwatch_engine.contracts.cache import KVCacheSpec, KVDtype
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.settings import EngineSettings, PreemptionMode, VictimPolicy
 from kvwatch_engine.engine import Engine
 from kvwatch_engine.memory.sizing import default_num_blocks, parse_watermark, watermark_ratio
 from kvwatch_engine.memory.tiers.tiers import DEFAULT_TRANSFER_SECONDS, TierSettings
+from kvwatch_engine.serve_lora import adapter_options, allowing_series, lora_settings
 from kvwatch_engine.serve_signals import DumpSignal, dump_on_signal
 from kvwatch_engine.serve_tiers import tier_settings, tiers_factory
 from kvwatch_engine.threads import bound_spinning
@@ -113,6 +115,14 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
         float, setting("A transfer between tiers that takes longer has failed: recompute.", minimum=0.01)
     ] = DEFAULT_TRANSFER_SECONDS
     prefix_cache: Annotated[bool, setting("Reuse the blocks of known prefixes.")] = True
+    lora: Annotated[
+        tuple[str, ...], setting("LoRA adapter as NAME=DIR, in PEFT's format, served as model NAME; repeatable.")
+    ] = ()
+    lora_dir: Annotated[
+        str | None, setting("Adapters may be loaded from beneath it through the API; default: none may.")
+    ] = None
+    max_loras: Annotated[int, setting("Most LoRA adapters in memory.", minimum=1, maximum=256)] = DEFAULT_MAX_ADAPTERS
+    max_lora_rank: Annotated[int, setting("Highest rank of a LoRA adapter.", minimum=1, maximum=512)] = DEFAULT_MAX_RANK
     drain_seconds: Annotated[
         float, setting("Time that requests get to finish on SIGTERM.", minimum=0, maximum=86_400)
     ] = 30.0
@@ -174,6 +184,7 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
     Raises:
         ConfigError: a setting is wrong, or two contradict each other.
         ModelError: the model cannot be loaded.
+        AdapterError: a LoRA adapter cannot be loaded.
         ExporterError: a port is taken.
     """
     started = time.monotonic()
@@ -182,7 +193,8 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
 
     cache_dir = Path(settings.cache_dir) if settings.cache_dir else default_cache_dir()
     # Ports and files first: whoever mistyped one should not wait for a model.
-    plan = plan_observatory(settings, f"{settings.engine_name}.{settings.dp_rank}", cache_dir)
+    loras = lora_settings(settings)
+    plan = plan_observatory(allowing_series(settings, loras), f"{settings.engine_name}.{settings.dp_rank}", cache_dir)
     tiers = tier_settings(settings)
     log = EventLog()
     kv_events = make_kv_events(settings, log.clock)
@@ -210,8 +222,9 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
             dispatcher,
             model.info,
             ServerSettings(drain_seconds=settings.drain_seconds, log_prompts=settings.log_prompts),
-            built.observatory.metrics_app,
-            api_keys,
+            metrics_app=built.observatory.metrics_app,
+            api_keys=api_keys,
+            lora=adapter_options(settings, loras, model.adapters),
         )
         serving = Serving(model.info, engine, built)
         try:

@@ -1,6 +1,7 @@
 """LoRA adapters as everything but the model knows them: names, identities, and which tokens of a step use them."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NewType, Protocol
@@ -11,6 +12,8 @@ LoadId = NewType("LoadId", str)
 """Names one loading of an adapter, for all time: the same folder, loaded again, has another one."""
 
 MAX_NAME_CHARS: Final = 128
+DEFAULT_MAX_ADAPTERS: Final = 8
+DEFAULT_MAX_RANK: Final = 64
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/@+-]*")
 
 
@@ -26,6 +29,8 @@ class Adapter:
     """The highest rank of its modules."""
     num_bytes: int
     """Memory that its weights take."""
+    fingerprint: str
+    """Changes whenever a byte of its files does; the same files, loaded again, have the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,23 @@ class AdapterMemory(Protocol):
 
     def discard(self, load_id: LoadId) -> None:
         """Free an adapter's weights; no step may use it any more. Unknown ids are ignored."""
+        ...
+
+
+class AdapterAdmission(Protocol):
+    """Which adapters requests may use. Any thread."""
+
+    def admit(self, load_id: LoadId) -> None:
+        """Let requests use an adapter, whose weights are in memory."""
+        ...
+
+    def retire(self, load_id: LoadId, on_unused: Callable[[], None]) -> None:
+        """Refuse new requests with an adapter; those that were accepted go on. Does not wait for them.
+
+        Args:
+            load_id: the adapter.
+            on_unused: called once, on the engine thread, when the last request with it has ended; returns quickly.
+        """
         ...
 
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvwatch.telemetry.events.request import Operation, RejectionReason
-from kvwatch_engine.contracts.adapter import LoadId
+from kvwatch_engine.contracts.adapter import AdapterAdmission, LoadId
 from kvwatch_engine.contracts.sampling import SamplingParams
 
 
@@ -128,6 +128,11 @@ class EngineClient(Protocol):
     @property
     def max_queued_requests(self) -> int:
         """Most requests that can wait at once."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterAdmission:
+        """Which LoRA adapters requests may use."""
         ...
 
     def submit(self, request: GenerationRequest) -> None:

@@ -3,17 +3,14 @@
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
 
 import torch
 
-from kvwatch_engine.contracts.adapter import Adapter, AdapterSpan, LoadId
+from kvwatch_engine.contracts.adapter import DEFAULT_MAX_RANK, Adapter, AdapterSpan, LoadId
 from kvwatch_engine.contracts.errors import AdapterError
 from kvwatch_engine.model.decoder_config import DecoderConfig
 from kvwatch_engine.model.lora import LoraStep, LoraWeights
 from kvwatch_engine.model.lora_files import LoraTarget, read_adapter
-
-DEFAULT_MAX_RANK: Final = 64
 
 
 class AdapterStore:
@@ -54,7 +51,13 @@ class AdapterStore:
             raise AdapterError(f"adapter {name!r} cannot be loaded: {error}") from error
         load_id = LoadId(secrets.token_hex(16))
         self._weights[load_id] = weights
-        return Adapter(name=name, load_id=load_id, rank=weights.rank, num_bytes=weights.num_bytes)
+        return Adapter(
+            name=name,
+            load_id=load_id,
+            rank=weights.rank,
+            num_bytes=weights.num_bytes,
+            fingerprint=weights.fingerprint,
+        )
 
     def discard(self, load_id: LoadId) -> None:
         """Free an adapter's weights; no step may use it any more. Unknown ids are ignored."""

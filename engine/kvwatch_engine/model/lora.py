@@ -86,6 +86,8 @@ class LoraWeights:
     num_bytes: int
     rank: int
     """The highest rank of its modules."""
+    fingerprint: str
+    """Changes whenever a byte of its files does."""
 
 
 class _AdaptedLinear:

@@ -10,6 +10,7 @@ is mapped would bring the process down. Nothing is ever unpickled. Messages name
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
@@ -55,7 +56,8 @@ def read_adapter(folder: Path, target: LoraTarget) -> LoraWeights:
         AdapterError: a file is missing, damaged or too large; a tensor is missing, left over, of the wrong shape or
             dtype, or holds what is no number; or it asks for something that is not supported.
     """
-    config = parse_config(_read(folder, CONFIG_FILE, _MAX_CONFIG_BYTES))
+    described = _read(folder, CONFIG_FILE, _MAX_CONFIG_BYTES)
+    config = parse_config(described)
     if (highest := max([config.rank, *config.rank_pattern.values()])) > target.max_rank:
         raise AdapterError(f"its rank is {highest}, but the limit is {target.max_rank}; raise --max-lora-rank")
     content = _read(folder, WEIGHTS_FILE, target.max_file_bytes)
@@ -63,7 +65,8 @@ def read_adapter(folder: Path, target: LoraTarget) -> LoraWeights:
         tensors = load(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise AdapterError(f"{WEIGHTS_FILE} is not a readable safetensors file: {error}") from error
-    return _Assembly(config, target, _by_module(tensors)).weights()
+    fingerprint = sha256(sha256(described).digest() + sha256(content).digest()).hexdigest()
+    return _Assembly(config, target, _by_module(tensors)).weights(fingerprint)
 
 
 def _read(folder: Path, name: str, limit: int) -> bytes:
@@ -126,7 +129,7 @@ class _Assembly:
         self._modules = dict(modules)
         self._rank = 0
 
-    def weights(self) -> LoraWeights:
+    def weights(self, fingerprint: str) -> LoraWeights:
         layers = tuple(self._layer(index) for index in range(self._target.config.num_layers))
         if self._modules:
             known = ", ".join(each.module for each in projections(self._target.config))
@@ -137,7 +140,7 @@ class _Assembly:
         num_bytes = sum(linear.num_bytes for layer in layers for linear in layer.values())
         if not num_bytes:
             raise AdapterError("it changes no layer at all")
-        return LoraWeights(layers, num_bytes, self._rank)
+        return LoraWeights(layers, num_bytes, self._rank, fingerprint)
 
     def _layer(self, index: int) -> dict[LinearName, LoraLinear]:
         fused: dict[LinearName, list[LoraModule]] = {}

@@ -18,6 +18,7 @@
     streaming.py      server-sent events
     chat.py, completions.py   the two shapes of the API
     models.py, health.py      the small routes
+    adapters.py       LoRA adapters: loading and unloading them
     drain.py          refusing new work while running requests finish
     errors.py         every error in OpenAI's shape
     request_log.py    request ids and one log line for each request

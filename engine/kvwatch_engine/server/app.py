@@ -14,6 +14,7 @@ from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.request import EngineClient
 from kvwatch_engine.server.access import ApiKeyGuard
+from kvwatch_engine.server.adapters import AdapterOptions, Adapters, adapter_routes
 from kvwatch_engine.server.api_keys import ApiKeys
 from kvwatch_engine.server.chat import ChatPlanner
 from kvwatch_engine.server.completions import CompletionPlanner
@@ -23,7 +24,7 @@ from kvwatch_engine.server.endpoint import GenerationEndpoint
 from kvwatch_engine.server.errors import ApiError, on_api_error, on_http_exception, on_invalid, on_overload
 from kvwatch_engine.server.generation import Generations
 from kvwatch_engine.server.health import health_routes
-from kvwatch_engine.server.models import model_routes
+from kvwatch_engine.server.models import ServedModels, model_routes
 from kvwatch_engine.server.prompts import PromptEncoder
 from kvwatch_engine.server.request_log import RequestLog
 from kvwatch_engine.server.settings import ServerSettings
@@ -33,13 +34,14 @@ _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
 
 
-def create_app(
+def create_app(  # noqa: PLR0913 - by keyword
     engine: EngineClient,
     dispatcher: OutputDispatcher,
     model: ModelInfo,
     settings: ServerSettings,
     metrics_app: ASGIApp | None = None,
     api_keys: ApiKeys | None = None,
+    lora: AdapterOptions | None = None,
 ) -> Starlette:
     """Return the OpenAI-compatible application. Loads the model's tokenizer, which takes a second or so.
 
@@ -52,22 +54,29 @@ def create_app(
         settings: limits and time-outs.
         metrics_app: answers `/metrics`.
         api_keys: who may use it; none for everybody.
+        lora: LoRA adapters; none if the model has no place for any.
 
     Raises:
         ModelError: the model's tokenizer cannot be loaded.
+        AdapterError: an adapter cannot be loaded.
     """
     tokenizer = Tokenizer.load(model.folder)
     prompts = PromptEncoder(tokenizer, settings, lambda: engine.max_model_len)
     drain = Drain(max(1, round(settings.drain_seconds)))
     generations = Generations(engine, dispatcher, model, tokenizer, settings)
-    chat = ChatPlanner(engine, model, tokenizer, prompts, settings)
-    completions = CompletionPlanner(engine, model, tokenizer, prompts, settings)
+    models = ServedModels(engine, model)
+    chat = ChatPlanner(engine, models, tokenizer, prompts, settings)
+    completions = CompletionPlanner(engine, models, tokenizer, prompts, settings)
     routes: list[BaseRoute] = [
         _post(_CHAT, GenerationEndpoint(chat, generations, drain, settings)),
         _post(_COMPLETIONS, GenerationEndpoint(completions, generations, drain, settings)),
-        *model_routes(engine, model),
+        *model_routes(models),
         *health_routes(engine, drain),
     ]
+    if lora is not None:
+        adapters = Adapters(engine, models, lora)
+        adapters.load_at_start()
+        routes += adapter_routes(adapters, models, settings)
     if metrics_app is not None:
         routes.append(Route("/metrics", _Application(metrics_app), methods=["GET"]))
 

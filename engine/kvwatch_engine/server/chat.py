@@ -34,9 +34,9 @@ class ChatPlanner(Planner):
     async def plan(self, body: bytes) -> Plan:
         """Check a body and return what to do; see `Planner.plan`."""
         request = decode_body(body, ChatRequest)
-        self.check_model(request.model)
+        adapter = self.adapter_of(request.model)
         refuse_unsupported(request)
-        head = self.head(request, "chatcmpl")
+        head = self.head(request, "chatcmpl", adapter)
         stops = stop_strings(request, self.settings)
         urgency = self.urgency(request)
         # Checked with the shortest prompt before the real one is tokenised: a bad value costs nothing.
@@ -53,6 +53,7 @@ class ChatPlanner(Planner):
             stops=stops,
             cache_salt=self.salt(request),
             urgency=urgency,
+            adapter=adapter,
         )
         bytes_of = self.tokenizer.token_bytes if sampling.logprobs is not None else None
         return Plan(job=job, shape=ChatShape(head, bytes_of), is_stream=bool(request.stream))

@@ -40,9 +40,9 @@ class CompletionPlanner(Planner):
     async def plan(self, body: bytes) -> Plan:
         """Check a body and return what to do; see `Planner.plan`."""
         request = decode_body(body, CompletionRequest)
-        self.check_model(request.model)
+        adapter = self.adapter_of(request.model)
         refuse_unsupported(request)
-        head = self.head(request, "cmpl")
+        head = self.head(request, "cmpl", adapter)
         _refuse_combinations(request, num_choices(request, self.settings))
         prompts = self._prompts(request)
         stops = stop_strings(request, self.settings)
@@ -54,7 +54,13 @@ class CompletionPlanner(Planner):
             check_prompt_length(len(prompt), self.max_model_len, "prompt")
         sampling = sampling_params(request, max(map(len, tokens)), self.bounds())
         job = Job(
-            id=head.id, prompts=tokens, sampling=sampling, stops=stops, cache_salt=self.salt(request), urgency=urgency
+            id=head.id,
+            prompts=tokens,
+            sampling=sampling,
+            stops=stops,
+            cache_salt=self.salt(request),
+            urgency=urgency,
+            adapter=adapter,
         )
         echoes = [await self._text(prompt) for prompt in prompts] if request.echo else []
         shape = CompletionShape(head, sampling, self.tokenizer.token_bytes, echoes)

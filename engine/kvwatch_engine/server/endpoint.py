@@ -61,7 +61,9 @@ class GenerationEndpoint:
                 raise
             record.answer_id, record.is_stream = plan.job.id, plan.is_stream
             salt = caller.tenant_salt if caller is not None else ""
-            job = replace(plan.job, origin=replace(origin, is_stream=plan.is_stream), tenant_salt=salt)
+            adapter = "" if plan.job.adapter is None else plan.job.adapter.name
+            told = replace(origin, is_stream=plan.is_stream, adapter=adapter)
+            job = replace(plan.job, origin=told, tenant_salt=salt)
             async with self._generations.start(job, receive) as run:
                 try:
                     if plan.is_stream:

@@ -5,10 +5,14 @@
     ├── BodyTimeout           408
     ├── UnsupportedMediaType  415
     ├── UnknownModel          404
+    ├── AdapterRefused        400
+    ├── AdapterExists         409
+    ├── AdapterLoadingIsOff   403
     └── GenerationFailed      500, 503 when the server ended it, or 504 when its time was over
     ClientGone                nobody is left to answer
 
-The engine's `RequestInvalid` becomes 400, its `EngineOverloaded` 429 (queue full) or 503 (draining).
+The engine's `RequestInvalid` becomes 400, or 404 when its model is gone; its `EngineOverloaded` 429 (queue full) or 503
+(draining).
 """
 
 import msgspec
@@ -22,6 +26,7 @@ from kvwatch_engine.server.protocol.reply import Error, ErrorBody
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+MODEL_NOT_FOUND = "model_not_found"
 
 
 class ClientGone(KVWatchError):
@@ -63,11 +68,35 @@ class UnknownModel(ApiError):
 
     status = 404
 
-    def __init__(self, name: str, served: str) -> None:
+    def __init__(self, name: str, served: str, *, param: str = "model") -> None:
         super().__init__(
             f"the model {shorten(name)!r} is not served here; use {served!r} (see /v1/models)",
-            param="model",
-            code="model_not_found",
+            param=param,
+            code=MODEL_NOT_FOUND,
+        )
+
+
+class AdapterRefused(ApiError):
+    """A LoRA adapter cannot be loaded; nothing was changed."""
+
+    status = 400
+
+
+class AdapterExists(ApiError):
+    """The name is in use, or there is no room for another adapter now."""
+
+    status = 409
+
+
+class AdapterLoadingIsOff(ApiError):
+    """Adapters cannot be loaded while this server runs."""
+
+    status = 403
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this server loads no adapters while it runs; start it with --lora-dir, or name them with --lora",
+            code="lora_loading_off",
         )
 
 
@@ -111,7 +140,8 @@ def on_api_error(_request: Request, error: Exception) -> Response:
 def on_invalid(_request: Request, error: Exception) -> Response:
     """Answer a request that can never run."""
     assert isinstance(error, RequestInvalid)
-    return error_response(400, str(error), INVALID_REQUEST, param=error.param, code=error.code)
+    status = 404 if error.code == MODEL_NOT_FOUND else 400
+    return error_response(status, str(error), INVALID_REQUEST, param=error.param, code=error.code)
 
 
 def on_overload(_request: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Receive
 
+from kvwatch_engine.contracts.adapter import Adapter
 from kvwatch_engine.contracts.errors import rejection_reason
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.request import (
@@ -48,6 +49,8 @@ class Job:
     cache_salt: str = ""
     tenant_salt: str = ""
     urgency: Urgency = Urgency()
+    adapter: Adapter | None = None
+    """LoRA adapter that computes it; none is the base model."""
     origin: RequestOrigin = field(default_factory=RequestOrigin)
 
     def requests(self) -> list[GenerationRequest]:
@@ -61,6 +64,7 @@ class Job:
                 cache_salt=self.cache_salt,
                 tenant_salt=self.tenant_salt,
                 origin=self.origin,
+                load_id=None if self.adapter is None else self.adapter.load_id,
                 priority=self.urgency.priority,
                 deadline_seconds=self.urgency.deadline_seconds,
             )

@@ -8,11 +8,12 @@ from typing import ClassVar
 import structlog
 
 from kvwatch.telemetry.events.request import Operation
+from kvwatch_engine.contracts.adapter import Adapter
 from kvwatch_engine.contracts.errors import RequestInvalid
-from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.request import EngineClient
-from kvwatch_engine.server.errors import UnknownModel, shorten
+from kvwatch_engine.server.errors import shorten
 from kvwatch_engine.server.generation import Urgency
+from kvwatch_engine.server.models import ServedModels
 from kvwatch_engine.server.prompts import PromptEncoder
 from kvwatch_engine.server.protocol.request import GenerationFields
 from kvwatch_engine.server.sampling import Bounds
@@ -35,18 +36,17 @@ class Planner(ABC):
     def __init__(
         self,
         engine: EngineClient,
-        model: ModelInfo,
+        models: ServedModels,
         tokenizer: Tokenizer,
         prompts: PromptEncoder,
         settings: ServerSettings,
     ) -> None:
         self._engine = engine
-        self.model = model
+        self._models = models
+        self.model = models.base
         self.tokenizer = tokenizer
         self.prompts = prompts
         self.settings = settings
-        digest = hashlib.sha256(model.weights_fingerprint.encode()).hexdigest()
-        self._fingerprint = f"fp_{digest[:12]}"
 
     @abstractmethod
     async def plan(self, body: bytes) -> Plan:
@@ -77,7 +77,7 @@ class Planner(ABC):
             max_new_tokens=self._engine.max_new_tokens,
         )
 
-    def head(self, request: GenerationFields, prefix: str) -> Head:
+    def head(self, request: GenerationFields, prefix: str, adapter: Adapter | None) -> Head:
         """Return the head of the answer, with a fresh id in OpenAI's form.
 
         Raises:
@@ -85,19 +85,18 @@ class Planner(ABC):
         """
         return Head(
             id=f"{prefix}-{uuid.uuid4().hex}",
-            model=self.model.name,
-            fingerprint=self._fingerprint,
+            model=self.model.name if adapter is None else adapter.name,
+            fingerprint=self._fingerprint(adapter),
             include_usage=wants_usage(request),
         )
 
-    def check_model(self, name: str) -> None:
-        """Refuse a model that is not served.
+    def adapter_of(self, name: str) -> Adapter | None:
+        """Return the LoRA adapter that is served under a name, None for the base model.
 
         Raises:
-            UnknownModel: so.
+            UnknownModel: nothing is.
         """
-        if name != self.model.name:
-            raise UnknownModel(name, self.model.name)
+        return self._models.find(name)
 
     def salt(self, request: GenerationFields) -> str:
         """Return the request's cache salt, checked.
@@ -129,6 +128,11 @@ class Planner(ABC):
                 param="deadline_seconds",
             )
         return Urgency(priority=priority, deadline_seconds=seconds)
+
+    def _fingerprint(self, adapter: Adapter | None) -> str:
+        """Return what changes whenever the weights do that a request is computed with."""
+        weights = self.model.weights_fingerprint + ("" if adapter is None else adapter.fingerprint)
+        return f"fp_{hashlib.sha256(weights.encode()).hexdigest()[:12]}"
 
     def log_prompt(self, text: str) -> None:
         """Write a prompt to the log, if the operator asked for that."""

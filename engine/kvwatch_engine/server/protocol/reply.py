@@ -30,6 +30,8 @@ class Model(Struct, kw_only=True):
     owned_by: str = "kvwatch"
     max_model_len: int
     """Longest sequence in tokens, prompt and answer together."""
+    parent: str | None = None
+    """Of a LoRA adapter: the model that it adapts."""
 
 
 class ModelList(Struct, kw_only=True):

@@ -1,0 +1,113 @@
+"""`kvwatch serve` with LoRA adapters, from the command line to the metrics."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from bench_runs import bench
+from lora_adapters import make_adapter
+from server_process import ServerProcess, serve_process
+from tiny_models import make_tiny_model
+
+MODEL = "tiny"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate("abc"):
+        make_adapter(folder, root / name, seed=seed)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, adapters: Path) -> Iterator[ServerProcess]:
+    flags = [
+        "--served-model-name", MODEL, "--num-blocks", "200", "--dtype", "float32", "--lora-dir", str(adapters),
+        "--lora", f"a={adapters / 'a'}", "--lora", f"b={adapters / 'b'}", "--metrics-loras", "gold",
+    ]  # fmt: skip
+    with serve_process(folder, *flags) as running:
+        yield running
+
+
+def complete(server: ServerProcess, model: str) -> str:
+    with server.openai() as client:
+        answer = client.completions.create(
+            model=model, prompt="what is a block?", max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+        )
+    return str(answer.choices[0].text)
+
+
+def test_adapters_of_the_command_line_have_series_of_their_own_and_loaded_ones_are_others(
+    server: ServerProcess,
+) -> None:
+    before = server.metrics()
+    loaded = httpx.post(f"{server.api}/load_lora_adapter", json={"lora_name": "c", "lora_path": "c"}, timeout=60)
+    assert loaded.status_code == 200
+
+    texts = {name: complete(server, name) for name in (MODEL, "a", "b", "c")}
+
+    after = server.metrics()
+    gained = {
+        lora: after[f'kvwatch_requests_finished_total{{lora="{lora}",reason="length",tenant=""}}']
+        - before.get(f'kvwatch_requests_finished_total{{lora="{lora}",reason="length",tenant=""}}', 0)
+        for lora in ("", "a", "b", "other", "gold")
+    }
+    assert gained == {"": 1, "a": 1, "b": 1, "other": 1, "gold": 0}
+    assert len(set(texts.values())) == 4
+    assert after["kvwatch_ledger_violations_total"] == 0
+    assert str(server.wait_for("adapter loaded")["adapter"]) in "abc"
+
+
+def test_the_load_generator_finds_no_text_of_one_adapter_in_the_answers_of_another(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, report = bench(
+        capsys, "--url", server.api, "--scenario", "isolation", "--num-requests", "40", "--concurrency", "8",
+        "--seed", "3", "--assert", "errors==0", "--assert", "isolation_mismatches==0",
+    )  # fmt: skip
+
+    assert status == 0, report["assertions"]
+    assert {"model a", "model b"} <= {str(each) for each in report["isolation"]["variations"]}
+    assert report["isolation"]["compared"] == 40
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--lora", "a"], "--lora 'a' is not NAME=DIR"),
+        (["--lora", "=x"], "is no name for an adapter"),
+        (["--lora", "a="], "is not NAME=DIR"),
+        (["--lora", "a/../../x y={a}"], "is no name for an adapter"),
+        (["--lora", "a={a}", "--lora", "a={b}"], "'a' is given twice"),
+        (["--lora", "a={a}/nowhere"], "is no folder"),
+        (["--lora", "a={a}", "--lora", "b={b}", "--max-loras", "1"], "2 adapters, but --max-loras is 1"),
+        (["--lora-dir", "{a}/nowhere"], "--lora-dir"),
+        (["--lora", "a={a}", "--max-lora-rank", "4"], "its rank is 8, but the limit is 4; raise --max-lora-rank"),
+        (["--lora", "a={a}/.."], "the adapter has no adapter_config.json"),
+        (["--lora", "tiny={a}"], "something is served as 'tiny' already"),
+    ],
+    ids=repr,
+)
+def test_what_is_wrong_at_start_is_said_in_one_line(
+    folder: Path, adapters: Path, flags: list[str], reason: str
+) -> None:
+    named = [flag.format(a=adapters / "a", b=adapters / "b") for flag in flags]
+    command = [
+        sys.executable, "-m", "kvwatch", "serve", "--model", str(folder), "--served-model-name", MODEL, "--port", "0",
+        "--metrics-listen", "off", "--grpc-listen", "off", "--flight-dir", "off", "--num-blocks", "20", *named,
+    ]  # fmt: skip
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    assert ended.returncode != 0
+    assert reason in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,122 @@
+"""Adapters in the engine: who may use them, who still does, and which tokens of a step are theirs."""
+
+from dataclasses import replace
+
+import pytest
+from builders import NullModel, Recorder, make_core, make_request, run_until_idle
+from engine_stage import GatedModel, running_engine, wait_for
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvwatch.telemetry.events import RequestRejected
+from kvwatch_engine.contracts.adapter import LoadId
+from kvwatch_engine.contracts.errors import RequestInvalid
+from kvwatch_engine.contracts.step import StepInput
+
+A, B = LoadId("a" * 32), LoadId("b" * 32)
+
+
+def test_only_an_admitted_adapter_can_be_used() -> None:
+    with running_engine() as (engine, _, collected, log):
+        recorder = Recorder(log)
+        request = replace(make_request("r", [4, 5, 6]), load_id=A)
+        with pytest.raises(RequestInvalid) as refused:
+            engine.submit(request)
+        engine.adapters.admit(A)
+        engine.submit(request)
+        wait_for(lambda: "r" in collected.reasons())
+
+        assert (refused.value.param, refused.value.code) == ("model", "model_not_found")
+        assert [event.reason for event in recorder.drain() if isinstance(event, RequestRejected)] == ["invalid"]
+
+
+def test_a_retired_adapter_is_freed_when_its_last_request_has_ended_and_not_before() -> None:
+    freed: list[str] = []
+    with running_engine() as (engine, model, collected, _):
+        engine.adapters.admit(A)
+        model.gate.clear()
+        for name in ("running", "waiting"):
+            engine.submit(replace(make_request(name, [4, 5, 6], max_tokens=3, ignore_eos=True), load_id=A))
+
+        engine.adapters.retire(A, lambda: freed.append("a"))
+        with pytest.raises(RequestInvalid):
+            engine.submit(replace(make_request("late", [4, 5, 6]), load_id=A))
+        assert freed == []
+
+        model.gate.set()
+        wait_for(lambda: freed == ["a"])
+        assert set(collected.reasons()) == {"running", "waiting"}
+
+
+def test_an_adapter_is_freed_as_well_when_its_waiting_request_is_aborted() -> None:
+    freed: list[str] = []
+    with running_engine(max_num_seqs=1) as (engine, model, _, _):
+        engine.adapters.admit(A)
+        model.gate.clear()
+        engine.submit(make_request("first", [4, 5, 6], ignore_eos=True))
+        engine.submit(replace(make_request("second", [4, 5, 6]), load_id=A))
+        engine.adapters.retire(A, lambda: freed.append("a"))
+        engine.abort("second")
+
+        model.gate.set()
+        wait_for(lambda: freed == ["a"])
+
+
+def test_an_idle_engine_frees_at_once_and_only_once() -> None:
+    freed: list[str] = []
+    with running_engine() as (engine, _, _, _):
+        engine.adapters.admit(A)
+        for _ in range(2):
+            engine.adapters.retire(A, lambda: freed.append("a"))
+        engine.adapters.retire(B, lambda: freed.append("b"))
+
+        wait_for(lambda: freed == ["a"])
+        engine.snapshot()
+        assert freed == ["a"]
+
+
+@given(st.lists(st.tuples(st.sampled_from([None, A, B]), st.integers(1, 9)), min_size=1, max_size=8))
+def test_the_tokens_of_an_adapter_lie_side_by_side_and_all_of_them_are_in_its_span(
+    asked: list[tuple[LoadId | None, int]],
+) -> None:
+    """Each request's tokens name it, so that every step tells whose tokens its spans hold."""
+    seen: list[StepInput] = []
+    model = NullModel(vocab_size=1000)
+    model.on_step = seen.append
+    core = make_core(model, vocab_size=1000, max_batch_tokens=16, eos_token_ids=(), enable_prefix_cache=False)
+    for number, (load_id, length) in enumerate(asked):
+        core.add(replace(make_request(str(number), [number] * length, max_tokens=1), load_id=load_id), 0)
+
+    run_until_idle(core)
+
+    for step in seen:
+        spans = {token: span.load_id for span in step.adapters for token in range(span.start, span.end)}
+        assert [asked[owner][0] for owner in step.token_ids.tolist()] == [spans.get(t) for t in range(step.num_tokens)]
+        assert len({span.load_id for span in step.adapters}) == len(step.adapters), "one span for each adapter"
+
+
+def test_requests_of_different_adapters_share_no_block_and_those_of_one_do() -> None:
+    core = make_core(num_blocks=200)
+    prompt = list(range(4, 21))
+
+    def hits(load_id: LoadId | None, salt: str = "") -> int:
+        core.add(replace(make_request("r", prompt), load_id=load_id, cache_salt=salt), 0)
+        return max(output.num_cached_tokens for _ in range(50) for output in core.step())
+
+    keys = [(None, ""), (A, ""), (B, ""), (A, "s"), (None, "s"), (None, A)]
+    assert [hits(*key) for key in keys] == [0] * 6
+    assert [hits(*key) for key in keys] == [16] * 6
+
+
+def test_a_step_without_adapters_has_no_spans_and_keeps_its_order() -> None:
+    seen: list[StepInput] = []
+    model = GatedModel()
+    model.on_step = seen.append
+    core = make_core(model)
+    for number in range(3):
+        core.add(make_request(str(number), [10 + number] * 3, max_tokens=1), 0)
+
+    run_until_idle(core)
+
+    assert [step.adapters for step in seen] == [()]
+    assert seen[0].token_ids.tolist() == [10] * 3 + [11] * 3 + [12] * 3
