@@ -10,7 +10,7 @@ from kvwatch.telemetry.snapshot import EngineSnapshot
 from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.settings import EngineSettings
-from kvwatch_engine.contracts.step import Int64Array, SampleRow, StepInput, StepResult
+from kvwatch_engine.contracts.step import Candidates, Int64Array, SampleRow, StepInput, StepResult
 from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.memory.block_hash import root_hash
@@ -61,8 +61,28 @@ class NullModel:
         for slot, token in zip(step.slot_mapping.tolist(), step.token_ids.tolist(), strict=True):
             self.slots[slot] = token
         self._check_readable(step)
-        tokens = [self._sample(row) for row in step.sample_rows]
-        return StepResult(token_ids=tokens, logprobs=[None] * len(tokens), forward_ns=0, sample_ns=0)
+        candidates = {
+            place: self.candidates(row) for place, row in enumerate(step.sample_rows) if row.num_candidates
+        }  # fmt: skip
+        tokens = [
+            candidates[place].token_ids[0] if place in candidates else self._sample(row)
+            for place, row in enumerate(step.sample_rows)
+        ]
+        return StepResult(
+            token_ids=tokens, logprobs=[None] * len(tokens), forward_ns=0, sample_ns=0, candidates=candidates
+        )
+
+    def candidates(self, row: SampleRow) -> Candidates:
+        """Return what a beam may continue with; the scores depend on its prompt and all of its tokens."""
+        tokens = row.output_token_ids[: row.position]
+        state = sum(row.prompt_token_ids) * 31 + sum((place + 3) * token for place, token in enumerate(tokens))
+        scores = {
+            token: -((state * 17 + token * token * 29 + token * 7) % 997) / 100
+            for token in range(self.vocab_size)
+            if token not in row.forbidden_token_ids
+        }
+        best = sorted(scores, key=lambda token: (-scores[token], token))[: row.num_candidates]
+        return Candidates(best, [scores[token] for token in best])
 
     def rebuild(self, num_blocks: int, sources: Int64Array, destinations: Int64Array) -> None:
         """Have the naive cache anew, as `BlockMemory`: what is not kept cannot be read any more."""

@@ -1,6 +1,7 @@
 """An engine under random load with every feature on, watched by a mirror and by the oracle of all metrics."""
 
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
 
 from builders import FakeClock, NullModel, make_core
@@ -10,7 +11,7 @@ from kvwatch.errors import ChangeFailed, ChangeRefused
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, Refusal, RequestOrigin
-from kvwatch_engine.contracts.sampling import SamplingParams
+from kvwatch_engine.contracts.sampling import BeamParams, SamplingParams
 from kvwatch_engine.contracts.step import Int64Array, StepInput, StepResult
 from kvwatch_engine.scheduling.policy import worst_case_blocks
 
@@ -41,9 +42,7 @@ class TimedModel(NullModel):
             raise error
         result = super().execute(step)
         errors = {0: "made to fail"} if self.random.random() < 0.01 and result.token_ids else {}
-        return StepResult(
-            token_ids=result.token_ids, logprobs=result.logprobs, forward_ns=duration, sample_ns=7, errors=errors
-        )
+        return replace(result, forward_ns=duration, sample_ns=7, errors=errors)
 
 
 class RandomLoad:
@@ -88,6 +87,7 @@ class RandomLoad:
         random = self.random
         self.num_submitted += 1
         n, max_tokens = random.choice([1, 1, 1, 2, 3]), random.randint(1, 16)
+        beams = BeamParams(width=n, early_stopping="never") if random.random() < 0.3 else None
         prompt = tuple(random.randint(0, 1) for _ in range(random.randint(1, 24)))
         settings = self.core.settings
         if worst_case_blocks(len(prompt), max_tokens, n, settings.block_size) > settings.num_blocks - 1:
@@ -96,7 +96,7 @@ class RandomLoad:
         origin = RequestOrigin(
             tenant=random.choice(["", "t1", "t2"]), adapter=random.choice(["", "", "some adapter"]), is_stream=True
         )
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n, seed=random.randint(0, 99))
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n, beams=beams, seed=random.randint(0, 99))
         request = GenerationRequest(
             request_id=f"r{self.num_submitted}",
             prompt_token_ids=prompt,

@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from builders import FakeClock, LedgerFollower, NullModel, make_core, make_request
+from builders import FakeClock, LedgerFollower, NullModel, make_core, make_request, run_until_idle
 from dict_tiers import DictTiers
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -13,7 +13,8 @@ from tier_faults import SteppedWorker
 
 from kvwatch.errors import ChangeRefused
 from kvwatch.telemetry.log import EventLog
-from kvwatch_engine.contracts.request import FinishReason, SequenceOutput
+from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, SequenceOutput
+from kvwatch_engine.contracts.sampling import BeamParams
 from kvwatch_engine.contracts.step import StepInput, StepResult
 from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.core import sequence_seed
@@ -138,6 +139,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.deadlines: dict[str, int | None] = {}
         self.answers: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], FinishReason] = {}
+        self.searches: set[str] = set()
+        self.beginnings: set[tuple[int, ...]] = set()
+        """What beams look back at when nothing disturbs them."""
 
     def make_tiers(self, manager: BlockManager, settings: dict[str, Any]) -> Tiers:
         """Return tiers over dictionaries, or, if a share of failures is given for copies, the real ones."""
@@ -182,6 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
         priority=st.integers(0, 3),
         deadline=st.sampled_from([None, None, None, 0.3, 5.0]),
+        width=st.sampled_from([0, 0, 1, 2, 4]),
     )
     def submit(
         self,
@@ -193,24 +198,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed: int,
         priority: int,
         deadline: float | None,
+        width: int,
     ) -> None:
         config = self.core.settings
-        if worst_case_blocks(len(prompt), max_tokens, n, config.block_size) > config.num_blocks - 1:
+        width = min(width, config.max_num_seqs)
+        if worst_case_blocks(len(prompt), max_tokens, width or n, config.block_size) > config.num_blocks - 1:
             return  # refused at submission
         request_id = f"r{len(self.prompts)}"
         self.prompts[request_id] = tuple(prompt)
-        for index in range(n):
+        for index in range(0 if width else n):
             answer = self.expected_answer(tuple(prompt), sequence_seed(seed, index), max_tokens, min_tokens, ignore_eos)
             self.expected[request_id, index] = answer
         request = make_request(
             request_id,
             prompt,
-            n=n,
+            n=min(n, width) if width else n,
+            beams=BeamParams(width=width, length_penalty=float(seed % 3)) if width else None,
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
             ignore_eos=ignore_eos,
             seed=seed,
         )
+        if width:
+            self.expect_search(request)
         now = self.clock.monotonic_ns()
         self.deadlines[request_id] = None if deadline is None else now + int(deadline * 1e9)
         self.core.add(replace(request, priority=priority, deadline_seconds=deadline), now)
@@ -220,7 +230,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Between two steps, whatever runs; refused, it changes nothing."""
         before = self.core.snapshot()
         needed = [
-            worst_case_blocks(r.num_prompt_tokens, r.sampling.max_tokens, r.sampling.n, before.block_size_tokens)
+            worst_case_blocks(
+                r.num_prompt_tokens, r.sampling.max_tokens, r.sampling.num_sequences, before.block_size_tokens
+            )
             for r in self.core.scheduler.lifecycle.requests()
         ]
         if self.num_in_flight:
@@ -263,7 +275,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif live:
             key = (live[pick % len(live)], sequence)
             self.core.stop_sequence(*key)
-            if key in self.expected:
+            if key in self.expected and key[0] not in self.searches:  # beams end together
                 self.reasons.setdefault(key, FinishReason.STOP)
 
     def fail(self, errors: list[Exception], *, late: bool) -> None:
@@ -312,7 +324,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.admitted.values():
             last[request.priority] = max(request.rank, last.get(request.priority, request.rank))
         for request in lifecycle.waiting:
-            if request.admitted_ns is None and request.priority in last:
+            # Who was first, but whose restore took too long, has left the way free meanwhile.
+            if request.admitted_ns is None and request.is_restorable and request.priority in last:
                 assert last[request.priority] < request.rank
 
     @invariant()
@@ -344,7 +357,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_context(self, _row: int, tokens: list[int]) -> None:
         """What a query looks back at is the beginning of some sequence, prompt and answer."""
-        assert any(
+        assert tuple(tokens) in self.beginnings or any(
             [*self.prompts[request_id], *answer][: len(tokens)] == tokens
             for (request_id, _), answer in self.expected.items()
         )
@@ -411,6 +424,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if output.finish_reason is FinishReason.STOP:
                     assert self.answers[key] == self.expected[key]
                     assert output.is_stop_token
+
+    def expect_search(self, request: GenerationRequest) -> None:
+        """Run a search alone in a pool that is large enough: whatever happens to it here, it must find the same."""
+        settings = self.core.settings
+        model = NullModel()
+        model.on_context = lambda _row, tokens: self.beginnings.add(tuple(tokens))
+        alone = make_core(model, num_blocks=1000, max_num_seqs=settings.max_num_seqs, enable_prefix_cache=False)
+        alone.add(request, 0)
+        found = run_until_idle(alone)
+        self.expected |= found
+        self.searches.add(request.request_id)
+        prompt = list(request.prompt_token_ids)
+        self.beginnings |= {tuple(prompt[: end + 1]) for end in range(len(prompt))}
 
     def expected_answer(
         self, prompt: tuple[int, ...], seed: int, max_tokens: int, min_tokens: int, ignore_eos: bool

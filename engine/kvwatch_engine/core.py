@@ -25,6 +25,7 @@ from kvwatch_engine.memory.block_hash import HashChain, root_hash, sequence_keys
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import BlockPool
 from kvwatch_engine.resize import PoolResizer, PreparedResize
+from kvwatch_engine.scheduling.beam_search import BeamSearch
 from kvwatch_engine.scheduling.policy import deadline_of, rank_of
 from kvwatch_engine.scheduling.request import Request
 from kvwatch_engine.scheduling.results import StepDurations
@@ -106,15 +107,16 @@ class EngineCore:
 
     def add(self, source: GenerationRequest, queued_ns: int) -> None:
         """Take in a request that was found valid. `queued_ns` is the monotonic time of its arrival."""
-        seed = source.sampling.seed
-        first_seed = secrets.randbits(63) if seed is None else seed
+        sampling = source.sampling
+        first_seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         settings, arrival = self.settings, self._num_arrivals
         request = Request(
             source,
             arrival=arrival,
             queued_ns=queued_ns,
-            seeds=[sequence_seed(first_seed, index) for index in range(source.sampling.n)],
+            seeds=[sequence_seed(first_seed, index) for index in range(sampling.num_sequences)],
             chain=HashChain(self._root(source), settings.block_size),
+            search=self._search(source),
             rank=rank_of(source.priority, queued_ns, arrival, settings.priority_aging_seconds),
             deadline_ns=deadline_of(queued_ns, source.deadline_seconds, settings.deadline_seconds),
         )
@@ -138,9 +140,9 @@ class EngineCore:
         return [] if request is None else self.scheduler.end(request, reason, error, error_type)
 
     def stop_sequence(self, request_id: str, sequence: int) -> None:
-        """End one sequence with reason `stop`. Unknown ids are ignored."""
+        """End one sequence with reason `stop`. Unknown ids are ignored, and so are beams: they end together."""
         request = self.scheduler.lifecycle.find(request_id)
-        if request is not None and 0 <= sequence < len(request.sequences):
+        if request is not None and request.search is None and 0 <= sequence < len(request.sequences):
             self.scheduler.lifecycle.finish_sequence(request.sequences[sequence], FinishReason.STOP)
 
     def reject(self, refusal: Refusal) -> None:
@@ -293,6 +295,13 @@ class EngineCore:
         self.manager.check_integrity()
         if self.tiers is not None:
             self.tiers.check_integrity()
+
+    def _search(self, source: GenerationRequest) -> BeamSearch | None:
+        sampling, settings = source.sampling, self.settings
+        if sampling.beams is None:
+            return None
+        max_tokens = min(sampling.max_tokens, settings.max_model_len - len(source.prompt_token_ids))
+        return BeamSearch(sampling.beams, max_tokens, sampling.end_token_ids(settings.eos_token_ids))
 
     def _root(self, source: GenerationRequest) -> BlockHash:
         return root_hash(

@@ -160,9 +160,9 @@ class Engine:
         """Most requests that can wait at once."""
         return self.settings.max_queued_requests
 
-    def max_new_tokens(self, num_prompt_tokens: int, n: int) -> int:
+    def max_new_tokens(self, num_prompt_tokens: int, num_sequences: int) -> int:
         """Return the largest `max_tokens` with which such a request can run; below 1 when it cannot run at all."""
-        return limits.max_new_tokens(num_prompt_tokens, n, self.settings)
+        return limits.max_new_tokens(num_prompt_tokens, num_sequences, self.settings)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; its outputs come through the listener.

@@ -152,7 +152,7 @@ def _check_worst_cases(wanted: EngineSettings, live: Iterable[AcceptedRequest]) 
     for request in live:
         sampling = request.sampling
         num_prompt_tokens = len(request.prompt_token_ids)
-        needed = worst_case_blocks(num_prompt_tokens, sampling.max_tokens, sampling.n, wanted.block_size)
+        needed = worst_case_blocks(num_prompt_tokens, sampling.max_tokens, sampling.num_sequences, wanted.block_size)
         if needed > capacity:
             raise ChangeRefused(
                 f"request {request.request_id} may need {needed} blocks, but a pool of {wanted.num_blocks} has "

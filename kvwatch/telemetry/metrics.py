@@ -133,7 +133,8 @@ KV_BLOCK_EVICTIONS = _counter(
 )  # fmt: skip
 KV_BLOCK_COPIES = _counter(
     "kv_block_copies", "Blocks copied before a shared block was written.", "blocks", ("tier",),
-    moves="With n > 1: once for each sequence but the last owner.", action="Expected; large only with many parallel samples.",
+    moves="With n > 1: once for each sequence but the last owner; of beams whenever several go on from one.",
+    action="Expected; large only with many parallel samples, or with beams.",
 )  # fmt: skip
 KV_ALLOCATION_FAILURES = _counter(
     "kv_allocation_failures", "Times a sequence asked for blocks and the pool had too few.", "1", ("reason",),
@@ -271,7 +272,7 @@ PROMPT_TOKENS = _counter(
     action="With generated_tokens: the load in tokens; prefill dominates when it is far larger.",
 )  # fmt: skip
 GENERATED_TOKENS = _counter(
-    "generated_tokens", "Tokens generated.", "tokens", moves="At every step.",
+    "generated_tokens", "Tokens generated; of a beam search those of all its beams.", "tokens", moves="At every step.",
     action="Its rate is the engine's throughput.",
 )  # fmt: skip
 REQUEST_PROMPT_TOKENS = _histogram(
@@ -280,7 +281,7 @@ REQUEST_PROMPT_TOKENS = _histogram(
 )  # fmt: skip
 REQUEST_GENERATED_TOKENS = _histogram(
     "request_generated_tokens", "Tokens generated for finished requests, over all its sequences.", "tokens", TOKENS,
-    moves="When a request ends.",
+    moves="When a request ends, by what it returns.",
     action="With request_prompt_tokens: how long requests hold their blocks.",
 )  # fmt: skip
 TIME_TO_FIRST_TOKEN = _histogram(

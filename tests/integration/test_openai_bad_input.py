@@ -356,7 +356,8 @@ FIELDS = [
     "n", "stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p",
     "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
     "stop_token_ids", "ignore_eos", "cache_salt", "logprobs", "top_logprobs", "echo", "best_of", "messages", "prompt",
-    "tools", "user", "model", "chat_template_kwargs",
+    "tools", "user", "model", "chat_template_kwargs", "use_beam_search", "beam_width", "length_penalty",
+    "early_stopping",
 ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The server on real models: text and log-probabilities are those of transformers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 import torch
+from beam_reference import Found, reference_beams
 from builders import make_settings
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
@@ -16,6 +17,7 @@ from tiny_models import embedded_model_folder, make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.contracts.sampling import BeamParams
 from kvwatch_engine.engine import Engine
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.loader import load_model
@@ -65,6 +67,9 @@ class Reference:
             pad_token_id=self.tokenizer.pad_token_id,
         )  # fmt: skip
         return [int(token) for token in tokens[0, len(prompt) :]]
+
+    def text(self, answer: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(answer, skip_special_tokens=True))
 
     @torch.inference_mode()
     def logprobs(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
@@ -233,3 +238,74 @@ def test_the_embedded_model_knows_the_capital_of_france_in_a_stream_and_without(
         assert whole.choices[0].finish_reason == "stop"
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="model", messages=messages, max_tokens=600)
+
+
+BEAMS = BeamParams(width=4, length_penalty=0.5, early_stopping="never")
+BEAM_FIELDS = {"use_beam_search": True, "beam_width": 4, "length_penalty": 0.5, "early_stopping": "never"}
+STOPS = list(range(100, 130))
+
+
+def expected_beams(reference: Reference, prompt: list[int]) -> list[Found]:
+    ends = [*STOPS, *reference.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])]
+    return reference_beams(reference.model, prompt, BEAMS, max_tokens=NUM_TOKENS, ends=ends)[:3]
+
+
+def shown(found: Found, reference: Reference) -> str:
+    ended = len(found.token_ids) < NUM_TOKENS or found.token_ids[-1] in STOPS
+    return reference.text(found.token_ids[:-1] if ended else found.token_ids)
+
+
+def test_completions_by_beam_search_are_those_of_transformers(client: OpenAI, reference: Reference) -> None:
+    prompt = reference.prompt()
+    expected = expected_beams(reference, prompt)
+
+    answer = client.completions.create(
+        model="model", prompt=prompt, n=3, max_tokens=NUM_TOKENS, extra_body={**BEAM_FIELDS, "stop_token_ids": STOPS}
+    )
+
+    assert [choice.text for choice in answer.choices] == [shown(each, reference) for each in expected]
+    assert [(choice.model_extra or {})["score"] for choice in answer.choices] == pytest.approx(
+        [each.score for each in expected], abs=1e-4
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == sum(len(each.token_ids) for each in expected)
+    assert answer.usage.prompt_tokens == len(prompt)
+
+
+def test_a_chat_by_beam_search_gives_log_probabilities_that_add_up_to_its_score(
+    client: OpenAI, reference: Reference
+) -> None:
+    expected = expected_beams(reference, reference.prompt())
+
+    answer = client.chat.completions.create(
+        model="model", messages=MESSAGES, n=3, max_tokens=NUM_TOKENS, logprobs=True, top_logprobs=2,
+        extra_body={**BEAM_FIELDS, "stop_token_ids": STOPS},
+    )  # fmt: skip
+
+    for choice, found in zip(answer.choices, expected, strict=True):
+        assert choice.message.content == shown(found, reference)
+        assert choice.logprobs is not None
+        logprobs = [entry.logprob for entry in choice.logprobs.content or []]
+        assert len(logprobs) == len(found.token_ids)
+        score = (choice.model_extra or {})["score"]
+        assert score == pytest.approx(sum(logprobs) / len(logprobs) ** 0.5, abs=1e-4)
+        assert score == pytest.approx(found.score, abs=1e-4)
+
+
+def test_a_streamed_beam_search_brings_each_text_as_one_piece(client: OpenAI, reference: Reference) -> None:
+    expected = expected_beams(reference, reference.prompt())
+
+    stream = client.chat.completions.create(
+        model="model", messages=MESSAGES, n=3, max_tokens=NUM_TOKENS, stream=True,
+        extra_body={**BEAM_FIELDS, "stop_token_ids": STOPS},
+    )  # fmt: skip
+    pieces: dict[int, list[str]] = {}
+    scores: dict[int, float] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            pieces.setdefault(choice.index, []).extend([choice.delta.content] if choice.delta.content else [])
+            if choice.finish_reason:
+                scores[choice.index] = (choice.model_extra or {})["score"]
+
+    assert pieces == {place: [shown(each, reference)] for place, each in enumerate(expected)}
+    assert [scores[place] for place in range(3)] == pytest.approx([each.score for each in expected], abs=1e-4)

@@ -76,6 +76,7 @@ def turn(machine: SchedulerMachine, random: Random) -> None:
             seed=random.randint(0, 1000),
             priority=random.choice([0, 0, 1, 3]),
             deadline=random.choice([None, None, None, 0.3, 5.0]),
+            width=random.choice([0, 0, 0, 1, 2, 3, 5]),
         )
     elif kind < 0.85:
         machine.step(random.choice([1, 1, 2, 4]), random.choice([0.0, 0.0, 0.01, 0.4]))

@@ -111,6 +111,8 @@ class SequenceOutput:
     num_cached_tokens: int = 0
     """Prompt tokens of the request that were found in the prefix cache at its first admission."""
     error: str = ""
+    score: float | None = None
+    """Score of a whole sequence that a beam search found; see `BeamParams`."""
 
 
 OutputListener = Callable[[Sequence[SequenceOutput]], None]
@@ -157,7 +159,7 @@ class EngineClient(Protocol):
         """
         ...
 
-    def max_new_tokens(self, num_prompt_tokens: int, n: int) -> int:
+    def max_new_tokens(self, num_prompt_tokens: int, num_sequences: int) -> int:
         """Return the largest `max_tokens` with which such a request can run; below 1 when it cannot run at all."""
         ...
 

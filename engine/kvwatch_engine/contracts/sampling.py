@@ -1,6 +1,27 @@
 """How the next token of a sequence is chosen."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+EarlyStopping = bool | Literal["never"]
+"""When a beam search ends that has found `width` ended sequences; see `BeamParams`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamParams:
+    """Beam search: the `width` most likely beginnings are kept, instead of drawing tokens.
+
+    Meanings are those of transformers' `generate`. The score of an ended sequence is the sum of its tokens'
+    log-probabilities over (number of its tokens) to the power of `length_penalty`.
+    """
+
+    width: int
+    """Beginnings that are kept, and ended sequences."""
+    length_penalty: float = 1.0
+    """Above 0 favours long sequences, since scores are negative; below 0 short ones."""
+    early_stopping: EarlyStopping = False
+    """With `width` ended sequences the search is over: True at once; False when the best beginning, if it ended now,
+    would not beat the worst of them; `never` when it could not at any length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +56,19 @@ class SamplingParams:
     max_tokens: int = 16
     ignore_eos: bool = False
     n: int = 1
-    """Sequences generated from the same prompt."""
+    """Sequences generated from the same prompt, or, of a beam search, the best ones that are returned."""
+    beams: BeamParams | None = None
+    """Search instead of drawing. Then temperature, top_k, top_p, min_p and seed have no meaning; penalties, bias and
+    `min_tokens` change log-probabilities instead of logits."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that hold blocks at once."""
+        return self.n if self.beams is None else self.beams.width
+
+    def end_token_ids(self, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens that end a sequence, given those of the model."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids + eos_token_ids
 
     @property
     def is_greedy(self) -> bool:

@@ -29,6 +29,8 @@ class SampleRow:
     """The live list of the sequence: only the first `position` entries belong to this step. For penalties."""
     forbidden_token_ids: Sequence[int] = ()
     """Tokens that may not be chosen now (end tokens before `min_tokens`)."""
+    num_candidates: int = 0
+    """Continuations wanted of a beam, instead of one token; 0 for a sequence that is no beam."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +70,30 @@ class StepInput:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The most likely tokens that continue one beam, the most likely first."""
+
+    token_ids: list[int]
+    scores: list[float]
+    """Log-probability of each, after penalties, bias and forbidden tokens."""
+    logprobs: list[PositionLogprobs] | None = None
+    """Of each as the model gave it, if asked for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What came out of one step, row by row of `StepInput.sample_rows`."""
 
     token_ids: list[int]
+    """Of a row with candidates the first of them."""
     logprobs: list[PositionLogprobs | None]
     forward_ns: int
     sample_ns: int
     errors: dict[int, str] = field(default_factory=dict)
-    """Row -> why no token could be chosen for it (its logits are not numbers). Only that sequence ends."""
+    """Row -> why no token could be chosen for it (its logits are not numbers). Ends that sequence, or its search."""
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    """Row -> continuations, for rows that asked for them."""
 
 
 class StepExecutor(Protocol):

@@ -214,6 +214,24 @@ class BlockManager:
                 self._log.append(SequenceForked(parent.request, parent.sequence, child.sequence, len(blocks)))
         return num_tokens
 
+    def join(self, parent: Owner, child: Owner, num_tokens: int) -> None:
+        """Make `child`'s block table that of `parent`'s first `num_tokens` tokens, all by reference.
+
+        What both have already stays; the rest of the child's is given up. No block is needed or copied.
+        """
+        assert child not in self._holds, f"a transfer knows the blocks of {child}"
+        table, goal = self._tables[child], self._tables[parent][: self.blocks_for(num_tokens)]
+        kept = next((place for place, pair in enumerate(zip(table, goal, strict=False)) if pair[0] != pair[1]), None)
+        num_kept = min(len(table), len(goal)) if kept is None else kept
+        given_up, shared = table[num_kept:], goal[num_kept:]
+        self.pool.share(shared)
+        if given_up:
+            self.pool.release(given_up[::-1], child, "truncated")
+        table[num_kept:] = shared
+        if shared and self._log.active:
+            self._log.append(BlocksShared(child.request, child.sequence, list(shared)))
+        self._num_stored[child] = min(self._num_stored[parent], num_tokens // self.block_size)
+
     def release(self, owner: Owner, reason: ReleaseReason) -> None:
         """Drop a sequence's block table; does nothing when it has none."""
         table = self._tables.pop(owner, None)

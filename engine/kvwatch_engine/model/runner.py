@@ -85,6 +85,7 @@ class ModelRunner:
             forward_ns=forwarded - started,
             sample_ns=time.perf_counter_ns() - forwarded,
             errors=samples.errors,
+            candidates=samples.candidates,
         )
 
     def warm_up(self, max_tokens: int) -> None:

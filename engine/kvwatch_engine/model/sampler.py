@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from kvwatch_engine.contracts.request import PositionLogprobs
-from kvwatch_engine.contracts.step import SampleRow
+from kvwatch_engine.contracts.step import Candidates, SampleRow
+from kvwatch_engine.model.candidates import best_candidates
 from kvwatch_engine.model.drawing import draw, uniform
 from kvwatch_engine.model.logit_changes import FloatArray, changed_logits
 from kvwatch_engine.model.logprobs import position_logprobs
@@ -27,6 +28,7 @@ class Samples:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs | None] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow], logits_rows: Sequence[int]) -> Samples:
@@ -48,19 +50,31 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow], logits_rows: Sequenc
     is_finite = np.isfinite(largest) & np.isfinite(smallest)
     samples = Samples()
     for index, (row, source) in enumerate(zip(rows, logits_rows, strict=True)):
-        if is_finite[source]:
-            token_id = _choose(values[source], int(best[source]), row)
-            error = "" if token_id != NO_TOKEN else "every token of the vocabulary is forbidden"
-        else:
+        if not is_finite[source]:
             token_id, error = NO_TOKEN, "the model's logits are not finite numbers"
+        else:
+            token_id = _continue(values[source], int(best[source]), row, index, samples)
+            error = "" if token_id != NO_TOKEN else "every token of the vocabulary is forbidden"
         samples.token_ids.append(token_id)
         wanted = row.params.logprobs
         if error:
             samples.errors[index] = error
-        samples.logprobs.append(
-            None if error or wanted is None else position_logprobs(values[source], token_id, wanted)
-        )
+        if error or wanted is None or row.num_candidates:
+            samples.logprobs.append(None)
+        else:
+            samples.logprobs.append(position_logprobs(values[source], [token_id], wanted)[0])
     return samples
+
+
+def _continue(logits: FloatArray, best: int, row: SampleRow, index: int, samples: Samples) -> int:
+    """Return the token of one row; of a beam note all its candidates, and return the best."""
+    if not row.num_candidates:
+        return _choose(logits, best, row)
+    candidates = best_candidates(logits, row)
+    if candidates is None:
+        return NO_TOKEN
+    samples.candidates[index] = candidates
+    return candidates.token_ids[0]
 
 
 def _choose(logits: FloatArray, best: int, row: SampleRow) -> int:

@@ -5,6 +5,8 @@ queue.py           requests that wait, in order
 limits.py          what a request must be to be let in
 policy.py          small decisions, each readable alone: who comes first, how many tokens, how many blocks
 lifecycle.py       start, fork, preemption, end: every change of a request's state
+beam_search.py     which beams go on, and when a search is over; pure
+beam_groups.py     carries that out on a request's sequences
 request_events.py  the events that tell of them
 admission.py       who may start or resume, and why the others wait
 victims.py         who yields when blocks are short

@@ -195,10 +195,11 @@ class Admission:
 
     def _num_further_blocks(self, request: Request) -> int:
         """Return how many blocks the sequences but the first need that had generated tokens before."""
-        shared = request.num_prompt_tokens // self._manager.block_size
+        leader, *followers = request.live_sequences()
+        size = self._manager.block_size
         return sum(
-            self._manager.blocks_for(follower.num_tokens) - shared
-            for follower in request.live_sequences()[1:]
+            self._manager.blocks_for(follower.num_tokens) - request.num_common_tokens(leader, follower) // size
+            for follower in followers
             if follower.output_token_ids
         )
 

@@ -123,14 +123,23 @@ class Lifecycle:
     # ------------------------------------------------------------------ progress
 
     def fork_followers(self, request: Request) -> None:
-        """Once the leader has computed the prompt: let the other sequences share its blocks."""
+        """Once the leader has computed what the others have in common with it: let them share its blocks.
+
+        Samples share the prompt. Beams share all that they have in common, so their leader computes its whole sequence.
+        """
         leader, *followers = request.live_sequences()
-        if leader.num_computed < request.num_prompt_tokens:
+        if leader.num_computed < (request.num_prompt_tokens if request.search is None else leader.num_tokens):
             return
         for follower in followers:
-            self._fork(leader, follower, request.num_prompt_tokens)
+            self._fork(leader, follower, request.num_common_tokens(leader, follower))
         request.has_forked = True
         self.note_blocks(request)
+
+    def go_on_from(self, sequence: Sequence, parent: Sequence) -> None:
+        """Let a beam give up its own way and go on where another one is, all of whose tokens are computed."""
+        self._manager.join(parent.owner, sequence.owner, parent.num_computed)
+        sequence.num_computed = parent.num_computed
+        sequence.chain = parent.chain.fork(parent.num_computed // self._manager.block_size)
 
     def note_token(self, sequence: Sequence) -> int | None:
         """Note the time of a generated token; return the ns since the sequence's previous one, None for its first."""
@@ -269,6 +278,8 @@ class Lifecycle:
         for sequence in request.live_sequences():
             sequence.num_lost = max(sequence.num_lost, sequence.num_computed)
             sequence.num_computed = 0
+        if request.search is not None:
+            request.search.forget_candidates()
         request.has_forked = len(request.live_sequences()) == 1
 
     def _fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:

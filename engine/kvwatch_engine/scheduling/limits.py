@@ -2,6 +2,7 @@
 
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.contracts.request import GenerationRequest
+from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.scheduling.policy import worst_case_blocks
 
@@ -11,11 +12,11 @@ def max_model_len(settings: EngineSettings) -> int:
     return min(settings.max_model_len, (settings.num_blocks - 1) * settings.block_size)
 
 
-def max_new_tokens(num_prompt_tokens: int, n: int, settings: EngineSettings) -> int:
+def max_new_tokens(num_prompt_tokens: int, num_sequences: int, settings: EngineSettings) -> int:
     """Return the largest `max_tokens` with which such a request can run; below 1 when it cannot run at all."""
     size, capacity = settings.block_size, settings.num_blocks - 1
     full_prompt_blocks = num_prompt_tokens // size
-    blocks_each = full_prompt_blocks + (capacity - full_prompt_blocks) // n
+    blocks_each = full_prompt_blocks + (capacity - full_prompt_blocks) // num_sequences
     return min(max_model_len(settings) - num_prompt_tokens, blocks_each * size - num_prompt_tokens + 1)
 
 
@@ -41,8 +42,7 @@ def check_valid(request: GenerationRequest, settings: EngineSettings) -> None:
         wrong = lowest if lowest < 0 else highest
         limit = settings.vocab_size - 1
         raise RequestInvalid(f"token id {wrong} is outside the vocabulary (0 to {limit})", param="prompt")
-    if not 1 <= sampling.n <= settings.max_num_seqs:
-        raise RequestInvalid(f"n is {sampling.n}, but 1 to {settings.max_num_seqs} sequences can run", param="n")
+    _check_number(sampling, settings)
     if sampling.max_tokens < 1:
         raise RequestInvalid(f"max_tokens is {sampling.max_tokens}; it must be at least 1", param="max_tokens")
     if request.priority < 0:
@@ -53,13 +53,35 @@ def check_valid(request: GenerationRequest, settings: EngineSettings) -> None:
         )
 
 
+def _check_number(sampling: SamplingParams, settings: EngineSettings) -> None:
+    name, number, limit = _name_of_number(sampling), sampling.num_sequences, settings.max_num_seqs
+    if not 1 <= number <= limit:
+        raise RequestInvalid(f"{name} is {number}, but 1 to {limit} sequences can run", param=name)
+    if sampling.beams is None:
+        return
+    if not 1 <= sampling.n <= number:
+        raise RequestInvalid(f"n is {sampling.n}, but a beam search of width {number} finds 1 to {number}", param="n")
+    needed = number + len(sampling.end_token_ids(settings.eos_token_ids))
+    if needed > settings.vocab_size:
+        raise RequestInvalid(
+            f"beam_width is {number}, which takes {needed} tokens with those that end a sequence, but the vocabulary "
+            f"has {settings.vocab_size}; lower it",
+            param=name,
+        )
+
+
+def _name_of_number(sampling: SamplingParams) -> str:
+    """Return the field that says how many sequences a request has."""
+    return "n" if sampling.beams is None else "beam_width"
+
+
 def check_length(request: GenerationRequest, settings: EngineSettings) -> None:
     """Refuse what is too long for the model, or could never end in the pool.
 
     Raises:
         RequestInvalid: so.
     """
-    num_prompt_tokens, n = len(request.prompt_token_ids), request.sampling.n
+    num_prompt_tokens, n = len(request.prompt_token_ids), request.sampling.num_sequences
     max_tokens = request.sampling.max_tokens
     total, longest = num_prompt_tokens + max_tokens, max_model_len(settings)
     if total > longest:
@@ -69,12 +91,12 @@ def check_length(request: GenerationRequest, settings: EngineSettings) -> None:
             param="max_tokens" if num_prompt_tokens < longest else "prompt",
             code="context_length_exceeded",
         )
-    capacity = settings.num_blocks - 1
+    name, capacity = _name_of_number(request.sampling), settings.num_blocks - 1
     needed = worst_case_blocks(num_prompt_tokens, max_tokens, n, settings.block_size)
     if needed > capacity:
         raise RequestInvalid(
             f"{n} sequences of up to {total} tokens may need {needed} blocks, but the pool has {capacity}; "
-            "lower n or max_tokens",
-            param="n" if n > 1 else "max_tokens",
+            f"lower {name} or max_tokens",
+            param=name if n > 1 else "max_tokens",
             code="context_length_exceeded",
         )

@@ -88,13 +88,14 @@ class WatermarkAdmission:
         return num_free if is_idle else max(0, num_free - self.watermark_blocks)
 
 
-def worst_case_blocks(num_prompt_tokens: int, max_tokens: int, n: int, block_size: int) -> int:
+def worst_case_blocks(num_prompt_tokens: int, max_tokens: int, num_sequences: int, block_size: int) -> int:
     """Return the most blocks that a request can ever hold at once.
 
-    Its sequences share the full blocks of the prompt; the rest each holds alone. The newest token of a sequence is not
-    stored, since nothing follows it that could look back at it. Before the last owner writes to a shared partial block,
-    the copy and its source exist together, which this counts already: n partial blocks for n sequences.
+    Its sequences, beams or not, share the full blocks of the prompt; the rest each holds alone, of beams at worst. The
+    newest token of a sequence is not stored, since nothing follows it that could look back at it. Before the last owner
+    writes to a shared partial block, the copy and its source exist together, which this counts already: one partial
+    block for each sequence.
     """
     full_prompt_blocks = num_prompt_tokens // block_size
     blocks_each = -(-(num_prompt_tokens + max_tokens - 1) // block_size)
-    return full_prompt_blocks + n * (blocks_each - full_prompt_blocks)
+    return full_prompt_blocks + num_sequences * (blocks_each - full_prompt_blocks)

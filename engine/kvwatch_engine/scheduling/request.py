@@ -3,12 +3,14 @@
 from collections.abc import Sequence as ReadOnlySequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import takewhile
 
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.tiers import TransferKind
 from kvwatch_engine.memory.block_hash import HashChain
 from kvwatch_engine.memory.block_pool import Owner
+from kvwatch_engine.scheduling.beam_search import BeamSearch
 
 
 class RequestState(StrEnum):
@@ -65,7 +67,7 @@ class PrefixHits:
 
 
 class Sequence:
-    """One of a request's `n` continuations.
+    """One of a request's `n` continuations, or one of its beams.
 
     `num_computed` tokens have their K/V in the sequence's blocks. A sequence that has no blocks has computed nothing.
     """
@@ -146,6 +148,7 @@ class Request:
         "request_id",
         "resumed_ns",
         "sampling",
+        "search",
         "sequences",
         "state",
         "tenant_salt",
@@ -161,6 +164,7 @@ class Request:
         queued_ns: int,
         seeds: list[int],
         chain: HashChain,
+        search: BeamSearch | None = None,
         rank: tuple[int, int] | None = None,
         deadline_ns: int | None = None,
     ) -> None:
@@ -172,12 +176,15 @@ class Request:
             queued_ns: monotonic time at which it arrived.
             seeds: seed of each sequence.
             chain: hash chain of its prompt.
+            search: the beam search that it is; none for samples.
             rank: its place among all requests, the lowest first; by arrival if none is given.
             deadline_ns: monotonic time at which it ends, finished or not.
         """
         self.request_id = source.request_id
         self.prompt_token_ids = source.prompt_token_ids
         self.sampling: SamplingParams = source.sampling
+        self.search = search
+        """The beam search that its sequences are the beams of."""
         self.origin = source.origin
         self.cache_salt = source.cache_salt
         self.load_id = source.load_id
@@ -211,8 +218,8 @@ class Request:
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         self.peak_blocks = 0
-        self.has_forked = source.sampling.n == 1
-        """Whether each live sequence has a block table of its own; False while the leader computes the prompt."""
+        self.has_forked = source.sampling.num_sequences == 1
+        """Whether each live sequence has a block table of its own; False while the leader computes what they share."""
         self.sequences = [
             Sequence(self, index, seed, chain if index == 0 else chain.fork(0)) for index, seed in enumerate(seeds)
         ]
@@ -226,6 +233,17 @@ class Request:
         """Return the sequences that have not ended."""
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
+    def sequences_of_caller(self) -> list[Sequence]:
+        """Return the live sequences that its caller knows of: of beams as many as are returned."""
+        return self.live_sequences()[: self.sampling.n]
+
+    def num_common_tokens(self, leader: Sequence, follower: Sequence) -> int:
+        """Return how many tokens a follower shares with the leader: of samples the prompt, of beams all equal ones."""
+        if self.search is None:
+            return self.num_prompt_tokens
+        pairs = zip(leader.output_token_ids, follower.output_token_ids, strict=False)
+        return self.num_prompt_tokens + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
     @property
     def has_recovered(self) -> bool:
         """Whether every token that a preemption dropped is computed again."""
@@ -233,22 +251,27 @@ class Request:
 
     @property
     def num_tokens_to_lose(self) -> int:
-        """Tokens that must be computed again when it loses its blocks; the prompt counts once."""
+        """Tokens to compute again when it loses its blocks; what followers share with the leader counts once."""
         leader, *followers = self.active_sequences()
-        return leader.num_computed + sum(max(0, each.num_computed - self.num_prompt_tokens) for each in followers)
+        return leader.num_computed + sum(
+            max(0, each.num_computed - self.num_common_tokens(leader, each)) for each in followers
+        )
 
     @property
     def num_tokens_lost(self) -> int:
-        """Tokens that it had computed before preemptions; the prompt counts once."""
+        """Tokens that it had computed before preemptions; what followers share with the leader counts once."""
         leader, *followers = self.live_sequences()
-        return leader.num_lost + sum(max(0, follower.num_lost - self.num_prompt_tokens) for follower in followers)
+        return leader.num_lost + self._num_lost_alone(leader, followers)
 
     @property
     def num_tokens_to_recompute(self) -> int:
         """Tokens of a request that has just resumed that were computed before and are not there again."""
         leader, *followers = self.live_sequences()
         again = max(0, leader.num_lost - leader.num_computed)
-        return again + sum(max(0, follower.num_lost - self.num_prompt_tokens) for follower in followers)
+        return again + self._num_lost_alone(leader, followers)
+
+    def _num_lost_alone(self, leader: Sequence, followers: list[Sequence]) -> int:
+        return sum(max(0, each.num_lost - self.num_common_tokens(leader, each)) for each in followers)
 
     def active_sequences(self) -> list[Sequence]:
         """Return the live sequences that have a block table: all after the fork, the leader before it."""

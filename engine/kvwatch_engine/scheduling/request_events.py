@@ -14,7 +14,7 @@ def queued_event(request: Request) -> RequestQueued:
     return RequestQueued(
         request.request_id,
         request.num_prompt_tokens,
-        len(request.sequences),
+        sampling.n,
         request.queued_ns,
         origin.operation,
         origin.is_stream,

@@ -5,9 +5,10 @@ from kvwatch_engine.contracts.request import FinishReason, SequenceOutput
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepResult
 from kvwatch_engine.memory.block_manager import BlockManager
+from kvwatch_engine.scheduling.beam_groups import BeamGroups
 from kvwatch_engine.scheduling.lifecycle import Lifecycle
 from kvwatch_engine.scheduling.request import Sequence
-from kvwatch_engine.scheduling.step_builder import ScheduledStep, end_token_ids
+from kvwatch_engine.scheduling.step_builder import ScheduledStep
 
 INVALID_LOGITS = "InvalidLogits"
 """Class of the error that ends a sequence alone: its logits are not numbers."""
@@ -50,6 +51,7 @@ class Results:
         self.settings = settings
         self._manager = manager
         self._lifecycle = lifecycle
+        self._beams = BeamGroups(lifecycle)
 
     def apply(self, scheduled: ScheduledStep, result: StepResult) -> AppliedStep:
         """Enter the results of a step; return what goes to the callers."""
@@ -68,19 +70,43 @@ class Results:
         applied = AppliedStep()
         for row, sequence in enumerate(scheduled.sampled):
             if sequence.finish_reason is None:
-                applied.outputs.append(self._apply_row(sequence, row, result, applied))
+                applied.outputs += self._apply_row(sequence, row, result, applied)
         return applied
 
-    def _apply_row(self, sequence: Sequence, row: int, result: StepResult, applied: AppliedStep) -> SequenceOutput:
-        request = sequence.request
+    def _apply_row(
+        self, sequence: Sequence, row: int, result: StepResult, applied: AppliedStep
+    ) -> list[SequenceOutput]:
+        search = sequence.request.search
         if row in result.errors:
+            return self._apply_error(sequence, result.errors[row])
+        if search is None:
+            return [self._apply_token(sequence, row, result, applied)]
+        search.offer(sequence.index, result.candidates[row])
+        if not search.is_ready:
+            return []  # there was no room for all beams in one step
+        for beam in sequence.request.sequences:
+            applied.note_token(self._lifecycle.note_token(beam))
+        return self._beams.advance(sequence.request, search)
+
+    def _apply_error(self, sequence: Sequence, error: str) -> list[SequenceOutput]:
+        """End a sequence for which no token could be chosen; a beam with its whole search."""
+        ended = [sequence] if sequence.request.search is None else sequence.request.sequences_of_caller()
+        if sequence.request.search is None:
             self._lifecycle.finish_sequence(sequence, FinishReason.ERROR, INVALID_LOGITS)
-            return SequenceOutput(
-                request_id=request.request_id,
-                sequence=sequence.index,
+        else:
+            self._lifecycle.finish_request(sequence.request, FinishReason.ERROR, INVALID_LOGITS)
+        return [
+            SequenceOutput(
+                request_id=each.request.request_id,
+                sequence=each.index,
                 finish_reason=FinishReason.ERROR,
-                error=result.errors[row],
+                error=error,
             )
+            for each in ended
+        ]
+
+    def _apply_token(self, sequence: Sequence, row: int, result: StepResult, applied: AppliedStep) -> SequenceOutput:
+        request = sequence.request
         token = result.token_ids[row]
         logprobs = result.logprobs[row]
         sequence.output_token_ids.append(token)
@@ -101,7 +127,7 @@ class Results:
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         params = sequence.request.sampling
         num_generated = len(sequence.output_token_ids)
-        if num_generated > params.min_tokens and token in end_token_ids(params, self.settings.eos_token_ids):
+        if num_generated > params.min_tokens and token in params.end_token_ids(self.settings.eos_token_ids):
             return FinishReason.STOP
         if num_generated >= params.max_tokens or sequence.num_tokens >= self.settings.max_model_len:
             return FinishReason.LENGTH

@@ -93,7 +93,7 @@ class Scheduler:
         """End a request whatever its state; return what its caller is told. `error_type` is for telemetry."""
         outputs = [
             SequenceOutput(request_id=request.request_id, sequence=sequence.index, finish_reason=reason, error=error)
-            for sequence in request.live_sequences()
+            for sequence in request.sequences_of_caller()
         ]
         self.lifecycle.finish_request(request, reason, error_type)
         return outputs

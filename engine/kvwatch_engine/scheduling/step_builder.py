@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvwatch_engine.contracts.adapter import AdapterSpan
-from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.step import SampleRow, StepInput
 from kvwatch_engine.memory.block_manager import BlockCopy, BlockManager
 from kvwatch_engine.scheduling.request import Sequence
@@ -102,8 +101,13 @@ def _adapter_spans(chunks: ReadOnlySequence[Chunk], query_starts: list[int]) -> 
 
 
 def _sequences_to_sample(sequence: Sequence) -> list[Sequence]:
-    """The end of a fresh prompt starts every sequence of its request; else each sequence goes on alone."""
+    """The end of a fresh prompt starts every sequence of its request; else each sequence goes on alone.
+
+    The first beam's continuations start all beams, so it goes on alone.
+    """
     request = sequence.request
+    if request.search is not None:
+        return [sequence]
     is_fresh = not request.has_forked and not sequence.output_token_ids
     return request.live_sequences() if is_fresh else [sequence]
 
@@ -111,7 +115,7 @@ def _sequences_to_sample(sequence: Sequence) -> list[Sequence]:
 def _sample_row(sequence: Sequence, eos_token_ids: tuple[int, ...]) -> SampleRow:
     params = sequence.request.sampling
     num_generated = len(sequence.output_token_ids)
-    forbidden = end_token_ids(params, eos_token_ids) if num_generated < params.min_tokens else ()
+    forbidden = params.end_token_ids(eos_token_ids) if num_generated < params.min_tokens else ()
     return SampleRow(
         params=params,
         seed=sequence.seed,
@@ -119,12 +123,8 @@ def _sample_row(sequence: Sequence, eos_token_ids: tuple[int, ...]) -> SampleRow
         prompt_token_ids=sequence.request.prompt_token_ids,
         output_token_ids=sequence.output_token_ids,
         forbidden_token_ids=forbidden,
+        num_candidates=0 if sequence.request.search is None else sequence.request.search.num_candidates,
     )
-
-
-def end_token_ids(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens that end a sequence."""
-    return params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
 
 
 def _pad_tables(tables: list[list[int]], num_blocks: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from kvwatch_engine.server.bodies import decode_body
 from kvwatch_engine.server.choice import ChoiceDelta
@@ -86,7 +86,7 @@ class ChatShape:
         if delta.text or delta.records:
             choices.append(ChunkChoice(delta.index, Delta(content=delta.text), self._logprobs(delta)))
         if delta.finish_reason is not None:
-            choices.append(ChunkChoice(delta.index, Delta(), None, delta.finish_reason))
+            choices.append(ChunkChoice(delta.index, Delta(), None, delta.finish_reason, _score(delta)))
         return [self._chunk([choice]) for choice in choices]
 
     def usage_chunk(self, usage: Usage) -> Struct:
@@ -104,7 +104,11 @@ class ChatShape:
             system_fingerprint=self.head.fingerprint,
             choices=[
                 ChatChoice(
-                    choice.index, AnswerMessage(choice.text), self._logprobs(choice), choice.finish_reason or "stop"
+                    choice.index,
+                    AnswerMessage(choice.text),
+                    self._logprobs(choice),
+                    choice.finish_reason or "stop",
+                    _score(choice),
                 )
                 for choice in choices
             ],
@@ -123,3 +127,7 @@ class ChatShape:
 
     def _logprobs(self, delta: ChoiceDelta) -> ChatLogprobs | None:
         return None if self._bytes_of is None else chat_logprobs(delta.records, self._bytes_of)
+
+
+def _score(delta: ChoiceDelta) -> float | UnsetType:
+    return UNSET if delta.score is None else delta.score

@@ -26,6 +26,8 @@ class ChoiceDelta:
     records: tuple[TokenRecord, ...]
     finish_reason: str | None
     is_first: bool
+    score: float | None = None
+    """Of a whole sequence that a beam search found."""
 
 
 class Choice:
@@ -81,7 +83,7 @@ class Choice:
             return None
         records, self._records = tuple(self._records), []
         is_first, self._is_first = self._is_first, False
-        return ChoiceDelta(self.index, text, records, self.finish_reason, is_first)
+        return ChoiceDelta(self.index, text, records, self.finish_reason, is_first, output.score)
 
     def _add_tokens(self, output: SequenceOutput) -> str:
         shown = ""

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.contracts.sampling import SamplingParams
+from kvwatch_engine.server.beams import beam_params
 from kvwatch_engine.server.bodies import decode_body
 from kvwatch_engine.server.choice import ChoiceDelta
 from kvwatch_engine.server.generation import Job
@@ -70,9 +71,12 @@ class CompletionPlanner(Planner):
         prompts = split_prompts(request.prompt)
         limit = self.settings.max_choices
         n = num_choices(request, self.settings)
-        if len(prompts) * n > limit:
+        beams = beam_params(request, n, self.settings)
+        name, each = ("n", n) if beams is None else ("beam_width", beams.width)
+        if len(prompts) * each > limit:
             raise RequestInvalid(
-                f"prompt has {len(prompts)} prompts, times n = {n} choices; the limit is {limit} choices in all",
+                f"prompt has {len(prompts)} prompts, times {name} = {each} choices; the limit is {limit} choices "
+                "in all",
                 param="prompt",
             )
         if len(prompts) > self.max_prompts:  # more could never be queued, not even when nothing else is
@@ -172,7 +176,8 @@ class CompletionShape:
 
     def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
         echo = self._echoes[delta.index // self._sampling.n] if self._echoes and delta.is_first else ""
-        return CompletionChoice(delta.index, echo + delta.text, self._logprobs(delta), delta.finish_reason)
+        score = UNSET if delta.score is None else delta.score
+        return CompletionChoice(delta.index, echo + delta.text, self._logprobs(delta), delta.finish_reason, score)
 
     def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs | None:
         if self._sampling.logprobs is None:

@@ -34,7 +34,8 @@ class Mailbox:
         """Add one output."""
         if self._gone:
             return
-        self._num_unread += len(output.token_ids)
+        # What comes as a whole could not be read before: it counts once.
+        self._num_unread += len(output.token_ids) if output.score is None else 1
         self._items.append(output)
         self._event.set()
         if self._num_unread > self._limit:

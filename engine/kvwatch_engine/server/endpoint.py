@@ -106,4 +106,4 @@ async def _collect(run: Run, record: RequestRecord) -> list[ChoiceDelta]:
 def _join(index: int, pieces: list[ChoiceDelta]) -> ChoiceDelta:
     text = "".join(piece.text for piece in pieces)
     records = tuple(record for piece in pieces for record in piece.records)
-    return ChoiceDelta(index, text, records, pieces[-1].finish_reason, is_first=True)
+    return ChoiceDelta(index, text, records, pieces[-1].finish_reason, is_first=True, score=pieces[-1].score)

@@ -28,7 +28,6 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "json_schema": (),
-    "length_penalty": (1,),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prediction": (),
@@ -44,7 +43,6 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
     "web_search_options": (),
 }
 """Values that ask for nothing, beside null."""

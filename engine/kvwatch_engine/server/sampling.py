@@ -4,12 +4,13 @@ A field that the request leaves out takes the model's own default (generation_co
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.sampling import SamplingParams
+from kvwatch_engine.server.beams import beam_params
 from kvwatch_engine.server.errors import shorten
 from kvwatch_engine.server.protocol.chat import ChatRequest
 from kvwatch_engine.server.protocol.completions import CompletionRequest
@@ -34,7 +35,7 @@ class Bounds:
     max_model_len: int
     """Longest sequence in tokens, prompt and answer together."""
     max_new_tokens: Callable[[int, int], int]
-    """(tokens of a prompt, n) -> the largest `max_tokens` that can run; see `EngineClient.max_new_tokens`."""
+    """(tokens of a prompt, sequences) -> the largest `max_tokens` that can run; see `EngineClient.max_new_tokens`."""
 
 
 def sampling_params(request: ChatRequest | CompletionRequest, num_prompt_tokens: int, bounds: Bounds) -> SamplingParams:
@@ -50,11 +51,12 @@ def sampling_params(request: ChatRequest | CompletionRequest, num_prompt_tokens:
     """
     defaults = bounds.model.sampling_defaults
     n = num_choices(request, bounds.settings)
-    max_tokens = _max_tokens(request, num_prompt_tokens, n, bounds)
+    beams = beam_params(request, n, bounds.settings)
+    max_tokens = _max_tokens(request, num_prompt_tokens, n if beams is None else beams.width, bounds)
     temperature = _within("temperature", _first(request.temperature, defaults.temperature, 1.0), 0.0, 2.0)
     top_p = _within("top_p", _first(request.top_p, defaults.top_p, 1.0), 0.0, 1.0)
     top_k = _top_k(_first(request.top_k, defaults.top_k, 0), bounds.model.vocab_size)
-    return SamplingParams(
+    params = SamplingParams(
         temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
         top_p=top_p or 1.0,
         top_k=top_k if top_p else 1,  # the smallest set of tokens that reaches 0 is the most likely one
@@ -72,7 +74,10 @@ def sampling_params(request: ChatRequest | CompletionRequest, num_prompt_tokens:
         max_tokens=max_tokens,
         ignore_eos=bool(request.ignore_eos),
         n=n,
+        beams=beams,
     )
+    # What the model recommends for draws means nothing in a search.
+    return params if beams is None else replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
 
 def num_choices(request: GenerationFields, settings: ServerSettings) -> int:
@@ -124,19 +129,22 @@ def too_long(what: str, max_model_len: int, param: str) -> RequestInvalid:
     )
 
 
-def _max_tokens(request: ChatRequest | CompletionRequest, num_prompt_tokens: int, n: int, bounds: Bounds) -> int:
+def _max_tokens(
+    request: ChatRequest | CompletionRequest, num_prompt_tokens: int, num_sequences: int, bounds: Bounds
+) -> int:
     name, asked = _asked_tokens(request)
     if asked is not None and asked < 1:
         raise RequestInvalid(f"{name} is {_show(asked)}, it must be at least 1", param=name)
-    room = bounds.max_new_tokens(num_prompt_tokens, n)
-    prompt = f"a prompt of {num_prompt_tokens} tokens" + (f" and {n} choices" if n > 1 else "")
+    room = bounds.max_new_tokens(num_prompt_tokens, num_sequences)
+    what, param = ("beams", "beam_width") if request.use_beam_search else ("choices", "n")
+    has_many = num_sequences > 1
+    prompt = f"a prompt of {num_prompt_tokens} tokens" + (f" and {num_sequences} {what}" if has_many else "")
     if room < 1:
-        raise too_long(f"{prompt} leave no room for an answer", bounds.max_model_len, "n" if n > 1 else name)
+        raise too_long(f"{prompt} leave no room for an answer", bounds.max_model_len, param if has_many else name)
     if asked is None:
         return room if isinstance(request, ChatRequest) else min(room, COMPLETION_MAX_TOKENS)
     if asked > room:
-        what = f"{name} is {_show(asked)}, with {prompt} at most {room} fit"
-        raise too_long(what, bounds.max_model_len, name)
+        raise too_long(f"{name} is {_show(asked)}, with {prompt} at most {room} fit", bounds.max_model_len, name)
     return asked
 
 

@@ -166,7 +166,10 @@ class BlocksRelocated(Event):
 
 @event(20, "block.shared", "Blocks of one of a request's sequences were appended to another one's block table.")
 class BlocksShared(Event):
-    """Each block's reference count rose by one. Rebuilds the tables of a request that was swapped out."""
+    """Each block's reference count rose by one.
+
+    Rebuilds the tables of a request that was swapped out, and lets a beam go on from another one's beginning.
+    """
 
     request: Annotated[str, identity(1, "Request that owns the blocks.")]
     sequence: Annotated[int, identity(2, "Sequence whose table grows, from 0.")]

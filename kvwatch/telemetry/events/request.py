@@ -174,7 +174,7 @@ class RequestFinished(Event):
     request: Annotated[str, identity(1, "Request id.")]
     reason: Annotated[FinishReason, label(2, "Why it ended.")]
     prompt_tokens: Annotated[int, value(3, "Length of the prompt.", "tokens")]
-    generated_tokens: Annotated[int, value(4, "Tokens generated over all sequences.", "tokens")]
+    generated_tokens: Annotated[int, value(4, "Tokens generated over all sequences that are returned.", "tokens")]
     cached_tokens: Annotated[int, value(5, "Prompt tokens found in the cache at first admission.", "tokens")]
     num_preemptions: Annotated[int, value(6, "Times it was preempted.", "1")]
     peak_blocks: Annotated[int | None, value(7, "Most distinct blocks held at once; none if it never ran.", "blocks")]

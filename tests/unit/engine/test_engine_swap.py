@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any, TypeVar
 
@@ -38,9 +39,7 @@ class TimedModel(NullModel):
     def execute(self, step: StepInput) -> StepResult:
         self.num_computed += step.num_tokens
         result = super().execute(step)
-        return StepResult(
-            token_ids=result.token_ids, logprobs=result.logprobs, forward_ns=1000 * step.num_tokens, sample_ns=0
-        )
+        return replace(result, forward_ns=1000 * step.num_tokens)
 
 
 class Stage:

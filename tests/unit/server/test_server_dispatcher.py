@@ -1,6 +1,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -125,5 +126,17 @@ def test_reading_in_time_is_no_overflow() -> None:
         for token in range(100):
             box.put(output("a", token))
             assert len(await box.get(1)) == 1
+
+    asyncio.run(scenario())
+
+
+def test_sequences_that_come_as_a_whole_are_not_held_against_a_client_that_could_not_read_before() -> None:
+    async def scenario() -> None:
+        box = make_mailbox(max_unread_tokens=8)
+        found = [replace(output("a", *range(50)), score=-1.0) for _ in range(4)]
+        for each in found:
+            box.put(each)
+
+        assert await box.get(1) == found
 
     asyncio.run(scenario())

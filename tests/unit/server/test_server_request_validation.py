@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai_server import MODEL, make_model_info
 
 from kvwatch_engine.contracts.errors import RequestInvalid
-from kvwatch_engine.contracts.sampling import SamplingParams
+from kvwatch_engine.contracts.sampling import BeamParams, SamplingParams
 from kvwatch_engine.server.bodies import decode_body
 from kvwatch_engine.server.completions import split_prompts
 from kvwatch_engine.server.protocol.chat import ChatRequest
@@ -195,6 +195,45 @@ def test_the_number_of_log_probabilities_is_bounded_and_minus_one_is_no_way_arou
         parse_completion(completion_body(logprobs=top))
 
 
+def test_a_beam_search_takes_its_own_parameters_and_none_of_the_models_recommendations_for_draws() -> None:
+    params = parse_chat(
+        chat_body(use_beam_search=True, n=2, beam_width=4, length_penalty=-0.5, early_stopping="never", temperature=1),
+        temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1,
+    )  # fmt: skip
+
+    assert params.beams == BeamParams(width=4, length_penalty=-0.5, early_stopping="never")
+    assert (params.n, params.num_sequences, params.repetition_penalty) == (2, 4, 1.1)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 1.0, 0, 0.0)
+
+
+def test_a_beam_search_keeps_n_beams_if_nobody_says_how_many() -> None:
+    assert parse_completion(completion_body(use_beam_search=True, n=3)).beams == BeamParams(width=3)
+    assert (
+        parse_completion(completion_body(use_beam_search=False, early_stopping=False, length_penalty=1)).beams is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 0.5}, "temperature"), ({"top_p": 0.9}, "top_p"), ({"top_k": 5}, "top_k"),
+        ({"min_p": 0.1}, "min_p"), ({"stop": "a"}, "stop"), ({"stop": ["a"]}, "stop"), ({"n": 3}, "beam_width"),
+        ({"beam_width": 0}, "beam_width"), ({"beam_width": 17}, "beam_width"), ({"n": 17}, "n"),
+        ({"length_penalty": 11}, "length_penalty"), ({"early_stopping": "soon"}, "early_stopping"),
+        ({"use_beam_search": False}, "beam_width"),
+        ({"use_beam_search": False, "beam_width": None, "length_penalty": 2.0}, "length_penalty"),
+        ({"use_beam_search": None, "beam_width": None, "early_stopping": True}, "early_stopping"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_does_not_go_together_with_a_beam_search_is_refused_by_name(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(RequestInvalid) as caught:
+        parse_completion(completion_body(**{"use_beam_search": True, "beam_width": 2, **fields}))
+
+    assert caught.value.param == param
+    assert param in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -204,7 +243,7 @@ def test_the_number_of_log_probabilities_is_bounded_and_minus_one_is_no_way_arou
         ("modalities", ["text", "audio"]), ("prediction", {"type": "content"}), ("web_search_options", {}),
         ("prompt_logprobs", 1), ("prompt_logprobs", 0), ("prompt_logprobs", -1), ("guided_json", {}),
         ("guided_regex", "a"), ("guided_choice", ["a"]), ("guided_grammar", "a"), ("structured_outputs", {}),
-        ("use_beam_search", True), ("length_penalty", 0.5), ("bad_words", ["a"]), ("allowed_token_ids", [1]),
+        ("bad_words", ["a"]), ("allowed_token_ids", [1]),
         ("logits_processors", ["a"]), ("truncate_prompt_tokens", 5), ("prompt_embeds", "a"),
         ("include_stop_str_in_output", True), ("skip_special_tokens", False), ("add_generation_prompt", False),
         ("continue_final_message", True), ("documents", [{}]), ("echo", True), ("add_special_tokens", True),

@@ -81,6 +81,8 @@ class ChatChoice(Struct):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    score: float | UnsetType = UNSET
+    """Of a beam search; see `length_penalty`."""
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -109,6 +111,7 @@ class ChunkChoice(Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    score: float | UnsetType = UNSET
 
 
 class ChatChunk(Struct, kw_only=True):

@@ -39,6 +39,8 @@ class CompletionChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    score: float | UnsetType = UNSET
+    """Of a beam search; see `length_penalty`."""
 
 
 class Completion(Struct, kw_only=True):

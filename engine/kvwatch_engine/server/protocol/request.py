@@ -4,6 +4,8 @@ A field that OpenAI makes nullable may be null, which means its default. Fields 
 OpenAI ignores them. Fields of type `object` are not implemented: `refusals.py` says which values of them are harmless.
 """
 
+from typing import Literal
+
 from msgspec import Struct
 
 
@@ -34,6 +36,12 @@ class GenerationFields(Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    use_beam_search: bool | None = None
+    """Search for the most likely sequences instead of drawing tokens."""
+    beam_width: int | None = None
+    """Beams of the search; `n` if it is not given."""
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     cache_salt: str | None = None
     """Prefix blocks are shared only between requests of equal salt."""
     priority: int | None = None
@@ -56,7 +64,6 @@ class GenerationFields(Struct, kw_only=True):
     guided_regex: object = None
     include_stop_str_in_output: object = None
     json_schema: object = None
-    length_penalty: object = None
     logits_processors: object = None
     modalities: object = None
     prediction: object = None
@@ -71,5 +78,4 @@ class GenerationFields(Struct, kw_only=True):
     tool_choice: object = None
     tools: object = None
     truncate_prompt_tokens: object = None
-    use_beam_search: object = None
     web_search_options: object = None
