@@ -3,18 +3,21 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from builders import ROOT, LedgerFollower, emit_written, snapshot_of
+from builders import ROOT, LedgerFollower, emit_written, make_manager, snapshot_of
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvwatch.telemetry.events import PoolRebuilt
 from kvwatch.telemetry.events.block import ReleaseReason
 from kvwatch.telemetry.log import EventLog
-from kvwatch_engine.memory.block_hash import HashChain
-from kvwatch_engine.memory.block_manager import BlockManager
-from kvwatch_engine.memory.block_pool import BlockPool, Owner
+from kvwatch_engine.contracts.block import NULL_BLOCK
+from kvwatch_engine.memory.block_hash import HashChain, hash_in_group
+from kvwatch_engine.memory.block_pool import Owner
 
 BLOCK_SIZE = 3
+MAX_CHUNK = 12
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (None,), (None, 5), (4,), (None, 1, 7), (None, None)]
+"""Windows of the KV groups: one group with full attention half of the time, since most models have no other."""
 RELEASES: list[ReleaseReason] = ["finished", "aborted", "preempted"]
 
 
@@ -38,17 +41,26 @@ class BlockPoolMachine(RuleBasedStateMachine):
     """
 
     @initialize(
-        num_blocks=st.integers(4, 24), enable=st.booleans(), capacity=st.sampled_from([7, 1000]), closely=st.booleans()
+        num_blocks=st.integers(4, 40),
+        enable=st.booleans(),
+        capacity=st.sampled_from([7, 1000]),
+        closely=st.booleans(),
+        windows=st.sampled_from(WINDOWS),
     )
-    def start(self, num_blocks: int, enable: bool, capacity: int, closely: bool) -> None:
+    def start(
+        self, num_blocks: int, enable: bool, capacity: int, closely: bool, windows: tuple[int | None, ...]
+    ) -> None:
+        self.windows = windows
         self.is_followed_closely = closely
         self.log = EventLog(capacity)  # with 7 the ledger loses events all the time and has to heal itself
-        self.pool = BlockPool(num_blocks, self.log)
-        self.manager = BlockManager(self.pool, BLOCK_SIZE, self.log, enable_prefix_cache=enable)
+        self.manager = make_manager(
+            num_blocks, BLOCK_SIZE, self.log, windows, enable_prefix_cache=enable, max_chunk=MAX_CHUNK
+        )
+        self.pool = self.manager.pool
         self.ledger = LedgerFollower(self.log, lambda: snapshot_of(self.manager, self.log))
         self.sequences: dict[Owner, NaiveSequence] = {}
-        self.memory: dict[int, int] = {}
-        self.contents: dict[bytes, list[int]] = {}  # tokens of every block hash that was ever computed
+        self.memory: dict[int, tuple[int, int]] = {}  # group and token of each slot
+        self.contents: dict[bytes, list[tuple[int, int]]] = {}  # of every block hash that was ever computed
         self.counter = 0
 
     # ------------------------------------------------------------------ rules
@@ -70,10 +82,26 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if not opened:
             assert self.pool.num_free == free_before
             return
-        assert self.pool.num_free == free_before - missing
+        if all(window is None for window in self.windows):  # else it takes the rest step by step
+            assert self.pool.num_free == free_before - missing
+        assert self.pool.num_free >= free_before - missing
+        self.check_prefix(sequence, len(prefix), limit)
         sequence.computed = len(prefix) * BLOCK_SIZE
         self.sequences[owner] = sequence
         self._compute(owner, min(len(tokens), sequence.computed + computed))
+
+    def check_prefix(self, sequence: NaiveSequence, length: int, limit: int) -> None:
+        """No longer prefix could have been found: in some group something is missing that it would see."""
+        known = {content for content in self.pool.hashes if content is not None}
+        hashes = sequence.chain.upto(limit, sequence.slice)
+        for longer in range(length + 1, limit + 1):
+            seen = [
+                hash_in_group(hashes[index], number) in known
+                for number, window in enumerate(self.windows)
+                for index in range(longer)
+                if window is None or (index + 1) * BLOCK_SIZE > longer * BLOCK_SIZE - window + 1
+            ]
+            assert not all(seen), f"{longer} blocks could be had, {length} were found"
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), token=st.integers(0, 1), count=st.integers(1, 7))
@@ -96,7 +124,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
         shared = self.manager.fork(parent, child, num_tokens)
 
-        assert num_tokens - BLOCK_SIZE < shared <= num_tokens
+        assert num_tokens - BLOCK_SIZE < shared <= num_tokens or (shared == 0 and self.manager.has_windows)
         chain = source.chain.fork(num_tokens // BLOCK_SIZE)
         self.sequences[child] = NaiveSequence(source.tokens[:num_tokens], shared, chain)
 
@@ -113,7 +141,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.sequences[child] = NaiveSequence([*source.tokens[:num_tokens], *[1] * count], shared, chain)
         self.manager.release(parent, "finished")
         del self.sequences[parent]
-        self._compute(child, num_tokens + count)
+        self._compute(child, min(num_tokens + count, shared + MAX_CHUNK))
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), reason=st.sampled_from(RELEASES))
@@ -185,9 +213,19 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @invariant()
     def every_token_can_be_read_back(self) -> None:
         for owner, sequence in getattr(self, "sequences", {}).items():
-            table = self.manager.table(owner)
-            seen = [self.memory[table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE] for p in range(sequence.computed)]
-            assert seen == sequence.tokens[: sequence.computed]
+            for group in self.manager.groups:
+                table, window = group.tables[owner], group.window
+                first = 0 if window is None else max(0, sequence.computed - window + 1)
+                slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(first, sequence.computed)]
+                expected = [(group.number, token) for token in sequence.tokens[first : sequence.computed]]
+                assert [self.memory[slot] for slot in slots] == expected
+
+    @invariant()
+    def windows_bound_what_is_held(self) -> None:
+        for owner in getattr(self, "sequences", ()):
+            for group in self.manager.groups:
+                if group.window is not None:
+                    assert len(group.held(owner)) <= (group.window - 2) // BLOCK_SIZE + 2
 
     @invariant()
     def cached_blocks_hold_what_their_hash_says(self) -> None:
@@ -204,10 +242,12 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         partial = Counter(
-            self.manager.table(owner)[s.computed // BLOCK_SIZE]
+            group.tables[owner][s.computed // BLOCK_SIZE]
+            for group in self.manager.groups
             for owner, s in self.sequences.items()
-            if s.computed // BLOCK_SIZE < len(self.manager.table(owner))
+            if s.computed // BLOCK_SIZE < len(group.tables[owner])
         )
+        partial.pop(NULL_BLOCK, None)
         for block, writers in partial.items():
             if writers > 1:
                 assert self.pool.ref_counts[block] >= writers, "then prepare_write copies it first"
@@ -230,6 +270,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         """Write the K/V of a sequence's next tokens, as a step would; do nothing when blocks are short."""
         sequence = self.sequences[owner]
         start = sequence.computed
+        end = min(end, start + MAX_CHUNK)
         if end <= start:
             return
         needed = self.manager.num_blocks_to_write(owner, start, end)
@@ -244,20 +285,23 @@ class BlockPoolMachine(RuleBasedStateMachine):
                 slot = copy.source * BLOCK_SIZE + offset
                 if slot in self.memory:
                     self.memory[copy.destination * BLOCK_SIZE + offset] = self.memory[slot]
-        table = self.manager.table(owner)
-        for position in range(start, end):
-            block = table[position // BLOCK_SIZE]
-            assert self.pool.ref_counts[block] == 1, "a step writes to blocks of one owner only"
-            assert self.pool.hashes[block] is None, "a step never writes to content that others may look up"
-            self.memory[block * BLOCK_SIZE + position % BLOCK_SIZE] = sequence.tokens[position]
+        for group in self.manager.groups:
+            for position in range(start, end):
+                block = group.tables[owner][position // BLOCK_SIZE]
+                assert self.pool.ref_counts[block] == 1, "a step writes to blocks of one owner only"
+                assert self.pool.hashes[block] is None, "a step never writes to content that others may look up"
+                self.memory[block * BLOCK_SIZE + position % BLOCK_SIZE] = (group.number, sequence.tokens[position])
         written = self.manager.record_written(owner, start, end)
         emit_written(self.log, self.manager, owner.request, written)
         sequence.computed = end
         self._remember_contents(sequence)
         self.manager.store_full(owner, sequence.chain, end, sequence.slice)
+        self.manager.pass_windows(owner, end)
 
     def _remember_contents(self, sequence: NaiveSequence) -> None:
         chain = HashChain(ROOT, BLOCK_SIZE)
         num_full = sequence.computed // BLOCK_SIZE
         for index, content in enumerate(chain.upto(num_full, sequence.slice)):
-            self.contents[content] = sequence.tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+            tokens = sequence.tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+            for number in range(len(self.windows)):
+                self.contents[hash_in_group(content, number)] = [(number, token) for token in tokens]

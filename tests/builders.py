@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
+from msgspec import structs
+
 from kvwatch.ledger.ledger import Ledger
 from kvwatch.telemetry.events import StepScheduled
+from kvwatch.telemetry.events.block import GROUPS
 from kvwatch.telemetry.log import EventLog, GapError
 from kvwatch.telemetry.schema import Event
-from kvwatch.telemetry.snapshot import EngineSnapshot
+from kvwatch.telemetry.snapshot import EngineSnapshot, GroupState, TierState
+from kvwatch_engine.contracts.cache import KVGroup
 from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.settings import EngineSettings
@@ -18,6 +22,7 @@ from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import BlockPool
 
 ROOT = root_hash([])
+_GROUP_BITS = 32
 
 
 class FakeClock:
@@ -39,14 +44,16 @@ class FakeClock:
 class NullModel:
     """A `StepExecutor` whose tokens depend on (prompt, seed, position) only, computed by arithmetic instead of a model.
 
-    It also keeps a naive copy of the paged cache (slot -> token) and checks on every step that each position of each
-    sequence can be read back through its block table: what a real attention kernel relies on.
+    It also keeps a naive copy of the paged cache (slot -> token and group) and checks on every step that each position
+    that a sequence can see in each KV group can be read back through its block table: what a real attention kernel
+    relies on.
     """
 
     def __init__(self, vocab_size: int = 50) -> None:
         self.vocab_size = vocab_size
         self.slots: dict[int, int] = {}
         self.block_size = 0
+        self.windows: tuple[int | None, ...] = (None,)
         self.on_step: Callable[[StepInput], None] = lambda _step: None
         self.on_context: Callable[[int, list[int]], None] = lambda _row, _tokens: None
         """Is shown what each sequence's queries look back at."""
@@ -58,9 +65,11 @@ class NullModel:
     def execute(self, step: StepInput) -> StepResult:
         self.on_step(step)
         self._copy_blocks(step)
-        for slot, token in zip(step.slot_mapping.tolist(), step.token_ids.tolist(), strict=True):
-            self.slots[slot] = token
-        self._check_readable(step)
+        for number, group in enumerate(step.groups):
+            for slot, token in zip(group.slot_mapping.tolist(), step.token_ids.tolist(), strict=True):
+                self.slots[slot] = (number << _GROUP_BITS) + token
+        for number in range(len(self.windows)):
+            self._check_readable(step, number)
         candidates = {
             place: self.candidates(row) for place, row in enumerate(step.sample_rows) if row.num_candidates
         }  # fmt: skip
@@ -108,24 +117,39 @@ class NullModel:
                 if source * size + offset in self.slots:
                     self.slots[destination * size + offset] = self.slots[source * size + offset]
 
-    def _check_readable(self, step: StepInput) -> None:
-        starts = step.query_starts.tolist()
+    def _check_readable(self, step: StepInput, group: int) -> None:
+        starts, size, window = step.query_starts.tolist(), self.block_size, self.windows[group]
         for row, context_len in enumerate(step.context_lens.tolist()):
-            table = step.block_tables[row].tolist()
-            start, end = starts[row], starts[row + 1]
-            seen = [self.slots[table[p // self.block_size] * self.block_size + p % self.block_size]
-                    for p in range(context_len)]  # fmt: skip
-            assert seen[context_len - (end - start) :] == step.token_ids[start:end].tolist()
-            self.on_context(row, seen)
+            table = step.groups[group].block_tables[row].tolist()
+            num_queries = starts[row + 1] - starts[row]
+            first = 0 if window is None else max(0, context_len - num_queries - window + 1)
+            read = [self.slots[table[p // size] * size + p % size] for p in range(first, context_len)]
+            assert {each >> _GROUP_BITS for each in read} == {group}, "a group reads what it wrote itself"
+            seen = [each - (group << _GROUP_BITS) for each in read]
+            assert seen[len(seen) - num_queries :] == step.token_ids[starts[row] : starts[row + 1]].tolist()
+            if first == 0:
+                self.on_context(row, seen)
 
 
 def make_pool(num_blocks: int = 10, log: EventLog | None = None) -> BlockPool:
     return BlockPool(num_blocks, log or EventLog())
 
 
-def make_manager(num_blocks: int = 10, block_size: int = 4, log: EventLog | None = None, **more: bool) -> BlockManager:
+def make_manager(
+    num_blocks: int = 10,
+    block_size: int = 4,
+    log: EventLog | None = None,
+    windows: Sequence[int | None] = (None,),
+    **more: int,
+) -> BlockManager:
     log = log or EventLog()
-    return BlockManager(BlockPool(num_blocks, log), block_size, log, **more)
+    pool = BlockPool(num_blocks, log, num_groups=len(windows))
+    return BlockManager(pool, block_size, log, windows=windows, **more)  # type: ignore[arg-type]
+
+
+def make_groups(*windows: int | None) -> tuple[KVGroup, ...]:
+    """Return KV groups of one layer each."""
+    return tuple(KVGroup((layer,), window) for layer, window in enumerate(windows))
 
 
 def make_settings(**overrides: object) -> EngineSettings:
@@ -154,7 +178,7 @@ def make_core(
 ) -> EngineCore:
     model = model or NullModel()
     core = EngineCore(make_settings(**settings), model, log or EventLog(), memory=model, make_tiers=make_tiers)
-    model.block_size = core.settings.block_size
+    model.block_size, model.windows = core.settings.block_size, core.settings.windows
     return core
 
 
@@ -210,14 +234,23 @@ class LedgerFollower:
 def assert_same_state(rebuilt: EngineSnapshot, engine: EngineSnapshot) -> None:
     """Compare everything that events tell: blocks, tables, requests. Exactly."""
     assert rebuilt.seq == engine.seq
-    assert rebuilt.tiers == engine.tiers
-    assert {(s.tier, s.request, s.sequence): s.block_ids for s in rebuilt.sequences} == {
-        (s.tier, s.request, s.sequence): s.block_ids for s in engine.sequences
-    }
+    assert [_without_empty(tier) for tier in rebuilt.tiers] == [_without_empty(tier) for tier in engine.tiers]
+    assert _tables(rebuilt) == _tables(engine)
     assert {t.transfer: t for t in rebuilt.transfers} == {t.transfer: t for t in engine.transfers}
     assert {r.request: (r.state, r.queued_ns) for r in rebuilt.requests} == {
         r.request: (r.state, r.queued_ns) for r in engine.requests
     }
+
+
+def _tables(snapshot: EngineSnapshot) -> dict[tuple[str, str, int, str], list[int]]:
+    return {(s.tier, s.request, s.sequence, s.group): s.block_ids for s in snapshot.sequences if s.block_ids}
+
+
+def _without_empty(tier: TierState) -> TierState:
+    """Return the columns without the groups that empty blocks once had: empty blocks belong to none."""
+    is_empty = [not count and content is None for count, content in zip(tier.ref_counts, tier.hashes, strict=True)]
+    groups = [0 if empty else group for empty, group in zip(is_empty, tier.block_groups, strict=False)]
+    return structs.replace(tier, block_groups=groups)
 
 
 def snapshot_of(manager: BlockManager, log: EventLog) -> EngineSnapshot:
@@ -234,6 +267,7 @@ def snapshot_of(manager: BlockManager, log: EventLog) -> EngineSnapshot:
         tiers=[manager.pool.to_state()],
         sequences=manager.to_states(),
         requests=[],
+        groups=[GroupState(GROUPS[each.number], 1, each.window) for each in manager.groups],
     )
 
 

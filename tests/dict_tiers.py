@@ -130,8 +130,7 @@ class DictTiers:
                     places[block] = taken[0]
                     self._forget(taken[0])
                 new_table.append(places[block])
-            self._manager._tables[owner] = new_table
-            self._manager._num_stored[owner] = 0
+            self._manager.groups[0].open(owner, new_table)
         self._begin(request_id, TransferKind.SWAP_IN)
         return True
 

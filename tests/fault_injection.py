@@ -125,8 +125,8 @@ def _raising(plan: FaultPlan, error: Callable[[str], Exception]) -> Callable[[],
 def _refusing(pool: BlockPool, plan: FaultPlan) -> None:
     allocate = pool.allocate
 
-    def allocate_or_fail(count: int, owner: Owner, reason: AllocationReason) -> list[BlockId] | None:
-        return None if count and plan.fails() else allocate(count, owner, reason)
+    def allocate_or_fail(count: int, owner: Owner, reason: AllocationReason, group: int = 0) -> list[BlockId] | None:
+        return None if count and plan.fails() else allocate(count, owner, reason, group)
 
     pool.allocate = allocate_or_fail  # type: ignore[method-assign]
 

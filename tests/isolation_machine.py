@@ -5,7 +5,6 @@ sequence, the tokens up to there, and what images stand behind them. Two sequenc
 would write the same into it, and a new sequence must find every block that it would have written, while it is cached.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.memory.block_hash import HashChain, MultimodalItem, root_hash, sequence_keys
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import BlockPool, Owner
+from kvwatch_engine.memory.prefix import Prefix
 
 BLOCK_SIZE = 3
 WORDS = ("", "a", "ab", "b")
@@ -174,7 +174,7 @@ class IsolationMachine(RuleBasedStateMachine):
         num_full = len(tokens) // BLOCK_SIZE
         prefix = self.manager.find_prefix(running.chain.upto(num_full, running.slice)[:num_full])
         self._check_found(running, prefix)
-        prefix = prefix[: (len(tokens) - 1) // BLOCK_SIZE]
+        prefix = Prefix((prefix.groups[0][: (len(tokens) - 1) // BLOCK_SIZE],))
         owner = Owner(f"r{self.num_opened}", 0)
         if not self.manager.open(owner, prefix, len(tokens)):
             return
@@ -184,7 +184,7 @@ class IsolationMachine(RuleBasedStateMachine):
         self.history.append((keys, list(tokens)))
         self._compute(owner)
 
-    def _check_found(self, running: Running, prefix: Sequence[int]) -> None:
+    def _check_found(self, running: Running, prefix: Prefix) -> None:
         """The hit is the longest run of blocks that hold what this sequence would write, and that can be found."""
         held = {
             tuple(self.memory[block * BLOCK_SIZE + offset] for offset in range(BLOCK_SIZE))

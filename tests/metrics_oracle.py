@@ -19,6 +19,8 @@ from kvwatch_engine.contracts.errors import is_out_of_memory
 from kvwatch_engine.contracts.request import FinishReason, Refusal
 from kvwatch_engine.contracts.step import StepInput, StepResult
 from kvwatch_engine.core import EngineCore
+from kvwatch_engine.memory.block_hash import hash_in_group
+from kvwatch_engine.memory.prefix import Prefix
 from kvwatch_engine.resize import PreparedResize
 from kvwatch_engine.scheduling.request import Request, RequestState, Sequence, WaitReason
 
@@ -94,8 +96,8 @@ class Oracle:
         self.free.append((self.num_free, self.now))
         self.num_free = self.core.manager.pool.num_free
 
-    def _allocate(self, call: Callable[..., Any], count: int, owner: Any, reason: str) -> Any:
-        blocks = call(count, owner, reason)
+    def _allocate(self, call: Callable[..., Any], count: int, owner: Any, reason: str, group: int = 0) -> Any:
+        blocks = call(count, owner, reason, group)
         if blocks is not None:
             self.add(m.KV_BLOCK_ALLOCATIONS, count, "device", reason)
             if reason == "cow":
@@ -104,17 +106,17 @@ class Oracle:
         self._note_free()
         return blocks
 
-    def _reuse(self, call: Callable[..., Any], blocks: list[int], owner: Any) -> None:
+    def _reuse(self, call: Callable[..., Any], blocks: list[int], owner: Any, group: int = 0) -> None:
         pool = self.core.manager.pool
         for block in blocks:
             if pool.ref_counts[block] == 0:
                 self.observe(m.KV_BLOCK_REUSE_GAP, self.now - self.released_ns[block])
-        call(blocks, owner)
+        call(blocks, owner, group)
         self._note_free()
 
-    def _release(self, call: Callable[..., Any], blocks: list[int], owner: Any, reason: str) -> None:
+    def _release(self, call: Callable[..., Any], blocks: list[int], owner: Any, reason: str, group: int = 0) -> None:
         self.add(m.KV_BLOCK_RELEASES, len(blocks), "device", reason)
-        call(blocks, owner, reason)
+        call(blocks, owner, reason, group)
         pool = self.core.manager.pool
         self.released_ns |= {block: self.now for block in blocks if pool.ref_counts[block] == 0}
         self._note_free()
@@ -144,7 +146,7 @@ class Oracle:
         self.evicted = [set(), set()]
         return cached
 
-    def _open(self, call: Callable[..., Any], owner: Any, prefix: list[int], num_tokens: int) -> bool:
+    def _open(self, call: Callable[..., Any], owner: Any, prefix: Prefix, num_tokens: int) -> bool:
         request, size = self.requests[owner.request], self.core.settings.block_size
         hits, prompt = len(prefix) * size, request.num_prompt_tokens
         if request.admitted_ns is None:
@@ -166,17 +168,21 @@ class Oracle:
         return opened
 
     def _num_regretted(self, request: Request, num_hits: int) -> int:
-        """Follow the prompt's blocks from the first miss on, as long as they are there or were evicted."""
-        can_hit = (request.num_prompt_tokens - 1) // self.core.settings.block_size
+        """Look for the longest prefix of which each group's part is there or was evicted, all of what is seen of it."""
+        size = self.core.settings.block_size
+        can_hit = (request.num_prompt_tokens - 1) // size
         leader = request.live_sequences()[0]
-        hashes, pool = leader.chain.upto(can_hit, leader.tokens)[:can_hit], self.core.manager.pool
-        number = 0
-        while num_hits + number < can_hit:
-            content = hashes[num_hits + number]
-            if pool.find(content) is None and not any(content in some for some in self.evicted):
-                break
-            number += 1
-        return number
+        hashes = leader.chain.upto(can_hit, leader.tokens)[:can_hit]
+        known = {content for content in self.core.manager.pool.hashes if content is not None}.union(*self.evicted)
+        for length in range(can_hit, num_hits, -1):
+            if all(
+                hash_in_group(hashes[index], group) in known
+                for group, window in enumerate(self.core.settings.windows)
+                for index in range(length)
+                if window is None or (index + 1) * size > length * size - window + 1
+            ):
+                return length - num_hits
+        return 0
 
     def _has_recovered(self, sequences: list[Sequence], computed: dict[int, int]) -> bool:
         """Whether the sequences have again what they ever had; `computed` says what each has now."""
@@ -316,24 +322,13 @@ class Oracle:
         used = [block for block in range(1, pool.num_blocks) if pool.ref_counts[block]]
         cached = [b for b in range(1, pool.num_blocks) if not pool.ref_counts[b] and pool.hashes[b] is not None]
         size, capacity = settings.block_size, pool.num_blocks - 1
-        held, filled = len(used) * size, sum(pool.filled_slots[block] for block in used)
-        entries = sum(len(self.core.manager.table(owner)) for owner in self.core.manager.owners())
-        group = ("device", "0")
         reasons = Counter(self._reasons())
         queue = [each.queued_ns for each in (*lifecycle.waiting, *lifecycle.arriving)]
         found: dict[Key, float | None] = {
             (m.KV_BLOCK_CAPACITY, ("device",)): capacity,
-            (m.KV_BLOCKS, ("device", "0", "used")): len(used),
-            (m.KV_BLOCKS, ("device", "0", "cached")): len(cached),
             (m.KV_BLOCKS, ("device", "", "empty")): capacity - len(used) - len(cached),
             (m.KV_FREE_BLOCKS, ("device",)): capacity - len(used),
             (m.KV_USAGE_RATIO, ("device",)): len(used) / capacity,
-            (m.KV_TOKEN_CAPACITY, group): capacity * size,
-            (m.KV_HELD_SLOTS, group): held,
-            (m.KV_FILLED_SLOTS, group): filled,
-            (m.KV_WASTE_RATIO, group): 1 - filled / held if held else 0.0,
-            (m.KV_SHARED_BLOCKS, group): sum(pool.ref_counts[block] > 1 for block in used),
-            (m.KV_SHARING_SAVED_BLOCKS, group): entries - len(used),
             (m.KV_WATERMARK_BLOCKS, ("device",)): settings.watermark_blocks,
             (m.KV_ORPHANED_BLOCKS, ("device",)): 0,
             (m.KV_BLOCK_SIZE_TOKENS, ()): size,
@@ -350,8 +345,30 @@ class Oracle:
         states = ("running", "draining", "stalled", "stopped", "failed")
         found |= {(m.ENGINE_STATE, (state,)): state == "running" for state in states}
         found |= {(m.CONFIG_VALUE, (key,)): number for key, number in settings.numbers().items()}
+        for number in range(len(settings.windows)):
+            found |= self._group(number, used, cached)
         found |= self._extremes(capacity)
         return {key: number for key, number in found.items() if number is not None}
+
+    def _group(self, number: int, used: list[int], cached: list[int]) -> dict[Key, float | None]:
+        """Return what one KV group has of the blocks that are used and cached."""
+        pool, size = self.core.manager.pool, self.core.settings.block_size
+        group = self.core.manager.groups[number]
+        mine = [block for block in used if not pool.groups or pool.groups[block] == number]
+        held, filled = len(mine) * size, sum(pool.filled_slots[block] for block in mine)
+        entries = sum(block != 0 for table in group.tables.values() for block in table)
+        assert {block for table in group.tables.values() for block in table if block} == set(mine)
+        place = ("device", str(number))
+        return {
+            (m.KV_BLOCKS, (*place, "used")): len(mine),
+            (m.KV_BLOCKS, (*place, "cached")): sum(not pool.groups or pool.groups[b] == number for b in cached),
+            (m.KV_TOKEN_CAPACITY, place): (pool.num_blocks - 1) * size,
+            (m.KV_HELD_SLOTS, place): held,
+            (m.KV_FILLED_SLOTS, place): filled,
+            (m.KV_WASTE_RATIO, place): 1 - filled / held if held else 0.0,
+            (m.KV_SHARED_BLOCKS, place): sum(pool.ref_counts[block] > 1 for block in mine),
+            (m.KV_SHARING_SAVED_BLOCKS, place): entries - len(mine),
+        }
 
     def _extremes(self, capacity: int) -> dict[Key, float | None]:
         begin = self.now - WINDOW_NS

@@ -4,7 +4,7 @@ from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
-from builders import FakeClock, NullModel, make_core
+from builders import FakeClock, NullModel, make_core, make_groups
 from metrics_oracle import Oracle
 
 from kvwatch.errors import ChangeFailed, ChangeRefused
@@ -13,7 +13,7 @@ from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, Refusal, RequestOrigin
 from kvwatch_engine.contracts.sampling import BeamParams, SamplingParams
 from kvwatch_engine.contracts.step import Int64Array, StepInput, StepResult
-from kvwatch_engine.scheduling.policy import worst_case_blocks
+from kvwatch_engine.scheduling.policy import most_blocks
 
 STEP_NS = (0, 1_000_000, 20_000_000, 300_000_000, 2_000_000_000)
 PAUSE_SECONDS = (0.0, 0.0, 0.0, 0.001, 1.0, 40.0, 90.0)
@@ -46,9 +46,9 @@ class TimedModel(NullModel):
 
 
 class RandomLoad:
-    """Submits, aborts, stops, refuses, resets and steps at random; the seed says how."""
+    """Submits, aborts, stops, refuses, resets and steps at random; the seed says how. `windows` are the KV groups'."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, windows: tuple[int | None, ...] = (None,)) -> None:
         self.random = random = Random(seed)
         self.clock = FakeClock()
         self.log = EventLog(200_000, self.clock)
@@ -56,7 +56,8 @@ class RandomLoad:
         self.core = make_core(
             TimedModel(self.clock, random),
             self.log,
-            num_blocks=random.randint(14, 50),
+            num_blocks=random.randint(14, 50) + 12 * (len(windows) - 1),
+            groups=make_groups(*windows),
             block_size=block_size,
             max_num_seqs=random.randint(3, 8),
             max_batch_tokens=random.randint(8, 40),
@@ -90,7 +91,7 @@ class RandomLoad:
         beams = BeamParams(width=n, early_stopping="never") if random.random() < 0.3 else None
         prompt = tuple(random.randint(0, 1) for _ in range(random.randint(1, 24)))
         settings = self.core.settings
-        if worst_case_blocks(len(prompt), max_tokens, n, settings.block_size) > settings.num_blocks - 1:
+        if most_blocks(settings, len(prompt), max_tokens, n) > settings.num_blocks - 1:
             self.core.reject(Refusal(f"r{self.num_submitted}", "too_long"))
             return
         origin = RequestOrigin(
@@ -119,7 +120,7 @@ class RandomLoad:
             core.manager.pool.clear_cache()
         elif kind == "resize":
             with suppress(ChangeRefused, ChangeFailed):
-                core.resize(core.prepare_resize(random.randint(1, 60)))
+                core.resize(core.prepare_resize(random.randint(1, 60) + 12 * (len(core.settings.groups) - 1)))
         elif kind == "fail":
             model.next_error = RuntimeError("made to fail")
         elif kind == "out of memory":

@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from builders import FakeClock, LedgerFollower, NullModel, make_core, make_request, run_until_idle
+from builders import FakeClock, LedgerFollower, NullModel, make_core, make_groups, make_request, run_until_idle
 from dict_tiers import DictTiers
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -22,10 +22,12 @@ from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.tiers.block_file import StoreIdentity
 from kvwatch_engine.memory.tiers.tiers import Machine, MemoryTiers, TierSettings
 from kvwatch_engine.memory.tiers.worker import Mover
-from kvwatch_engine.scheduling.policy import worst_case_blocks
+from kvwatch_engine.scheduling.policy import most_blocks
 from kvwatch_engine.scheduling.request import Request, RequestState
 
 EOS = 3
+WINDOWS: tuple[tuple[int | None, ...], ...] = ((None,), (None,), (None, 6), (7,), (None, 1, 9), (None, None))
+"""Windows of the KV groups: half of the time one group that sees all."""
 
 
 class FailingModel(NullModel):
@@ -90,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
         ),
         tiers_seed=st.integers(0, 1000),
+        windows=st.sampled_from(WINDOWS),
     )
     def start(
         self,
@@ -105,7 +108,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         policies: tuple[str, str, bool, float, int],
         tiers: dict[str, Any] | None,
         tiers_seed: int,
+        windows: tuple[int | None, ...],
     ) -> None:
+        if tiers is not None:
+            windows = (None,)  # tiers serve no other models
         self.is_followed_closely = closely
         self.tiers_random = Random(tiers_seed)
         self.worker: SteppedWorker | None = None
@@ -118,7 +124,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.core = make_core(
             self.model,
             self.log,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks * len(windows),
+            groups=make_groups(*windows),
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_num_seqs + extra_budget,
@@ -202,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         config = self.core.settings
         width = min(width, config.max_num_seqs)
-        if worst_case_blocks(len(prompt), max_tokens, width or n, config.block_size) > config.num_blocks - 1:
+        if most_blocks(config, len(prompt), max_tokens, width or n) > config.num_blocks - 1:
             return  # refused at submission
         request_id = f"r{len(self.prompts)}"
         self.prompts[request_id] = tuple(prompt)
@@ -228,11 +235,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(num_blocks=st.integers(2, 70))
     def resize(self, num_blocks: int) -> None:
         """Between two steps, whatever runs; refused, it changes nothing."""
+        num_blocks *= len(self.core.settings.groups)
         before = self.core.snapshot()
         needed = [
-            worst_case_blocks(
-                r.num_prompt_tokens, r.sampling.max_tokens, r.sampling.num_sequences, before.block_size_tokens
-            )
+            most_blocks(self.core.settings, r.num_prompt_tokens, r.sampling.max_tokens, r.sampling.num_sequences)
             for r in self.core.scheduler.lifecycle.requests()
         ]
         if self.num_in_flight:
@@ -330,14 +336,27 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def filled_slots_are_computed_tokens(self) -> None:
-        """Without any sharing, each computed token fills one slot of its own."""
+        """Without any sharing, each computed token fills one slot of its own in each KV group, until it is passed."""
         if not hasattr(self, "core") or self.core.settings.enable_prefix_cache or self.num_in_flight:
+            return
+        if self.core.manager.has_windows:
             return
         running = self.core.scheduler.lifecycle.running
         if all(len(request.sequences) == 1 for request in running):
             pool = self.core.manager.pool
             filled = sum(pool.filled_slots[block] for block, count in enumerate(pool.ref_counts) if count)
-            assert filled == sum(request.sequences[0].num_computed for request in running)
+            computed = sum(request.sequences[0].num_computed for request in running)
+            assert filled == computed * len(self.core.settings.groups)
+
+    @invariant()
+    def windows_bound_what_is_held(self) -> None:
+        """Between two steps a group with a window holds no more than the next token can see, and a block."""
+        if not hasattr(self, "core"):
+            return
+        for group in self.core.manager.groups:
+            if group.window is not None:
+                most = -(-group.window // group.block_size) + 2
+                assert all(len(group.held(owner)) <= most for owner in self.core.manager.owners())
 
     def check_step(self, step: StepInput) -> None:
         config = self.core.settings

@@ -21,6 +21,7 @@ from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.step import StepInput, StepResult
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.memory.block_pool import Owner
+from kvwatch_engine.memory.prefix import Prefix
 
 
 class RunningClock(FakeClock):
@@ -197,7 +198,7 @@ def leak() -> Looks:
     patient = Patient(Load(), watermark_blocks=16)
     patient.run(20)
     # What a defect in the scheduler would do: blocks are taken for a request that it does not know.
-    assert patient.core.manager.open(Owner("ghost", 0), [], 30)
+    assert patient.core.manager.open(Owner("ghost", 0), Prefix(), 30)
     return patient.observe()
 
 

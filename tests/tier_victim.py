@@ -8,6 +8,7 @@ from tier_stage import BLOCK_SIZE, TierStage, content_of, hashes_of
 
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import Owner, StoredRun
+from kvwatch_engine.memory.prefix import Prefix
 
 
 def prompt_of(number: int) -> list[int]:
@@ -18,7 +19,7 @@ def prompt_of(number: int) -> list[int]:
 def fill(stage: TierStage, manager: BlockManager, number: int) -> None:
     """Compute one prompt and let it go: its blocks are cached until others need the room."""
     owner, tokens = Owner(f"r{number}", 0), prompt_of(number)
-    while not manager.open(owner, [], len(tokens)):
+    while not manager.open(owner, Prefix(), len(tokens)):
         stage.tiers.wait(0.01)
         stage.tiers.poll()
     table, hashes = manager.table(owner), hashes_of(tokens)

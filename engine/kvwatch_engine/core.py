@@ -11,8 +11,9 @@ import structlog
 
 from kvwatch.errors import ChangeRefused
 from kvwatch.telemetry.events import OutOfMemory, RequestRejected, StepFailed
+from kvwatch.telemetry.events.block import GROUPS
 from kvwatch.telemetry.log import EventLog
-from kvwatch.telemetry.snapshot import EngineSnapshot, RequestState
+from kvwatch.telemetry.snapshot import EngineSnapshot, GroupState, RequestState
 from kvwatch_engine.contracts.adapter import LoadId
 from kvwatch_engine.contracts.block import BlockHash
 from kvwatch_engine.contracts.cache import BlockMemory
@@ -73,13 +74,15 @@ class EngineCore:
         self._executor = executor
         self._log = log
         self._block_bytes = block_bytes
-        pool = BlockPool(settings.num_blocks, log)
+        pool = BlockPool(settings.num_blocks, log, num_groups=len(settings.groups))
         self.manager = BlockManager(
             pool,
             settings.block_size,
             log,
             enable_prefix_cache=settings.enable_prefix_cache,
             emit_token_ids=settings.emit_token_ids,
+            windows=settings.windows,
+            max_chunk=settings.max_chunk,
         )
         self.tiers = make_tiers(self.manager) if make_tiers is not None else None
         self.scheduler = Scheduler(settings, self.manager, log, self.tiers)
@@ -284,6 +287,7 @@ class EngineCore:
             config=settings.numbers(),
             transfers=self.tiers.transfers() if self.tiers is not None else [],
             last_step_ns=self._last_step_ns,
+            groups=_group_states(settings),
         )
 
     def check_integrity(self) -> None:
@@ -311,5 +315,13 @@ class EngineCore:
                 cache_salt=source.cache_salt,
                 tenant_salt=source.tenant_salt,
                 adapter=source.load_id.encode() if source.load_id is not None else b"",
+                groups=repr(self.settings.groups).encode() if len(self.settings.groups) > 1 else b"",
             )
         )
+
+
+def _group_states(settings: EngineSettings) -> list[GroupState]:
+    """Return the KV groups for a snapshot: none where there is one that sees all."""
+    if settings.windows == (None,):
+        return []
+    return [GroupState(GROUPS[number], len(group.layers), group.window) for number, group in enumerate(settings.groups)]

@@ -20,7 +20,7 @@ from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.relocation import Relocation
-from kvwatch_engine.scheduling.policy import worst_case_blocks
+from kvwatch_engine.scheduling.policy import most_blocks
 from kvwatch_engine.scheduling.request import Request
 
 AcceptedRequest = GenerationRequest | Request
@@ -152,7 +152,7 @@ def _check_worst_cases(wanted: EngineSettings, live: Iterable[AcceptedRequest]) 
     for request in live:
         sampling = request.sampling
         num_prompt_tokens = len(request.prompt_token_ids)
-        needed = worst_case_blocks(num_prompt_tokens, sampling.max_tokens, sampling.num_sequences, wanted.block_size)
+        needed = most_blocks(wanted, num_prompt_tokens, sampling.max_tokens, sampling.num_sequences)
         if needed > capacity:
             raise ChangeRefused(
                 f"request {request.request_id} may need {needed} blocks, but a pool of {wanted.num_blocks} has "

@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping
 
+from kvwatch.ledger.group import GroupPool
 from kvwatch.ledger.index import IndexCounts
 from kvwatch.ledger.ledger import CHECKED_TIER, ENGINE_STATES, Ledger
 from kvwatch.ledger.pool import TierPool
 from kvwatch.ledger.view import Sample
 from kvwatch.ledger.window import RollingMinimum
 from kvwatch.telemetry import metrics as m
-
-GROUP = "0"
-"""The one KV group that exists."""
 
 NO_GROUP = ""
 """Empty blocks belong to no group; for Prometheus an empty label is an absent one."""
@@ -78,25 +76,32 @@ def _index_gauges(index: IndexCounts, ledger: Ledger, offset_ns: int) -> list[Sa
 
 
 def _pool_gauges(pool: TierPool, ledger: Ledger) -> list[Sample]:
-    tier, used, cached, empty = pool.tier, pool.num_used, pool.num_cached, pool.num_empty
-    by_tier, by_group = (tier,), (tier, GROUP)
-    block_size = ledger.limits.block_size_tokens
-    held = used * block_size
+    tier, used, empty = pool.tier, pool.num_used, pool.num_empty
+    by_tier = (tier,)
     return [
         Sample(m.KV_BLOCK_CAPACITY, by_tier, pool.capacity),
-        Sample(m.KV_BLOCKS, (tier, GROUP, "used"), used),
-        Sample(m.KV_BLOCKS, (tier, GROUP, "cached"), cached),
-        Sample(m.KV_BLOCKS, (tier, NO_GROUP, "empty"), empty),
-        Sample(m.KV_FREE_BLOCKS, by_tier, cached + empty),
+        Sample(m.KV_FREE_BLOCKS, by_tier, pool.num_free),
         Sample(m.KV_USAGE_RATIO, by_tier, used / pool.capacity if pool.capacity else 0.0),
-        Sample(m.KV_TOKEN_CAPACITY, by_group, pool.capacity * block_size),
-        Sample(m.KV_HELD_SLOTS, by_group, held),
-        Sample(m.KV_FILLED_SLOTS, by_group, pool.num_filled_slots),
-        Sample(m.KV_WASTE_RATIO, by_group, 1 - pool.num_filled_slots / held if held else 0.0),
-        Sample(m.KV_SHARED_BLOCKS, by_group, pool.num_shared),
-        Sample(m.KV_SHARING_SAVED_BLOCKS, by_group, pool.num_entries - used),
+        *(sample for group in pool.groups.values() for sample in _group_gauges(pool, group, ledger)),
+        Sample(m.KV_BLOCKS, (tier, NO_GROUP, "empty"), empty),
         *_pressure_gauges(pool, ledger),
         Sample(m.KV_ORPHANED_BLOCKS, by_tier, pool.orphaned(ledger.requests.keys() | ledger.transfers.requests)),
+    ]
+
+
+def _group_gauges(pool: TierPool, group: GroupPool, ledger: Ledger) -> list[Sample]:
+    by_group, used = (pool.tier, group.name), group.num_used
+    block_size, filled = ledger.limits.block_size_tokens, pool.num_filled_slots_of(group.name)
+    held = used * block_size
+    return [
+        Sample(m.KV_BLOCKS, (*by_group, "used"), used),
+        Sample(m.KV_BLOCKS, (*by_group, "cached"), group.num_cached),
+        Sample(m.KV_TOKEN_CAPACITY, by_group, pool.capacity * block_size),
+        Sample(m.KV_HELD_SLOTS, by_group, held),
+        Sample(m.KV_FILLED_SLOTS, by_group, filled),
+        Sample(m.KV_WASTE_RATIO, by_group, 1 - filled / held if held else 0.0),
+        Sample(m.KV_SHARED_BLOCKS, by_group, group.num_shared),
+        Sample(m.KV_SHARING_SAVED_BLOCKS, by_group, group.num_entries - used),
     ]
 
 

@@ -1,6 +1,6 @@
 """Rebuilds an engine's KV state from its events, and holds it to the law after every step.
 
-    capacity (null block left out) = empty + used + cached, in every tier
+    capacity (null block left out) = empty + sum over KV groups of (used + cached), in every tier
 
 Owns the pools of all tiers and the states of live requests. Each event class says in its docstring how it changes the
 state. Nothing here raises on an event that contradicts the state: that is a *fault*, reported with the next step.
@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Literal, get_args
 
+from kvwatch.ledger.group import GroupPool
 from kvwatch.ledger.index import IndexCounts
-from kvwatch.ledger.pool import TierPool
+from kvwatch.ledger.pool import FIRST_GROUP, TierPool
 from kvwatch.ledger.transfers import OpenTransfers
 from kvwatch.telemetry import events as ev
 from kvwatch.telemetry.schema import Event
-from kvwatch.telemetry.snapshot import EngineSnapshot, RequestState, SequenceState, TransferState
+from kvwatch.telemetry.snapshot import EngineSnapshot, GroupState, RequestState, TierState, TransferState
 
 EngineState = Literal["running", "draining", "stalled", "stopped", "failed"]
 ENGINE_STATES: tuple[EngineState, ...] = get_args(EngineState)
@@ -74,6 +75,8 @@ class Ledger:
         """Values of the engine's settings that are numbers."""
         self.memory_bytes: Mapping[str, int] = {}
         """Memory of the device by what it is for."""
+        self.groups: Mapping[str, GroupState] = {}
+        """KV groups by name; none where there is only one, with full attention."""
         self._reasons_seq = 0
         """Event up to which `waiting_for` knows the queue."""
         self._base_state: EngineState = "running"
@@ -93,9 +96,12 @@ class Ledger:
         """Replace everything by what a snapshot says. O(blocks)."""
         sequences = snapshot.sequences
         self._pools = {
-            state.tier: TierPool(state, (each for each in sequences if each.tier == state.tier), self._fault)
+            state.tier: TierPool(
+                state, (each for each in sequences if each.tier == state.tier), self._fault, _group_names(snapshot)
+            )
             for state in snapshot.tiers
         }
+        self.groups = {each.group: each for each in snapshot.groups}
         self._transfers = OpenTransfers(snapshot.transfers, self._pools)
         self._requests = {
             r.request: LiveRequest(_state(r.state), r.queued_ns, -1 if r.wait_reason else snapshot.seq, r.wait_reason)
@@ -249,11 +255,7 @@ class Ledger:
             max_queued_requests=self.limits.max_queued_requests,
             max_queued_tokens=self.limits.max_queued_tokens,
             tiers=[pool.to_state() for pool in self._pools.values()],
-            sequences=[
-                SequenceState(request, sequence, table, pool.tier)
-                for pool in self._pools.values()
-                for (request, sequence), table in pool.tables.items()
-            ],
+            sequences=[each for pool in self._pools.values() for each in pool.to_sequences()],
             requests=[
                 RequestState(name, r.state, r.queued_ns, r.wait_reason or self._untold_reason(r, reasons))
                 for name, r in self._requests.items()
@@ -263,6 +265,7 @@ class Ledger:
             memory_bytes=dict(self.memory_bytes),
             last_step_ns=self.last_step_ns,
             transfers=self._transfers.to_states(),
+            groups=list(self.groups.values()),
         )
 
     def differences(self, snapshot: EngineSnapshot) -> list[str]:
@@ -287,10 +290,9 @@ class Ledger:
                 found.append(f"{ours.tier}: ledger {ours.num_blocks} blocks != engine {theirs.num_blocks}")
                 continue
             for block in range(1, ours.num_blocks):
-                a = (ours.ref_counts[block], ours.hashes[block], ours.filled_slots[block])
-                b = (theirs.ref_counts[block], theirs.hashes[block], theirs.filled_slots[block])
+                a, b = _block(ours, block), _block(theirs, block)
                 is_empty = not a[0] and a[1] is None
-                if a[: 2 if is_empty else 3] != b[: 2 if is_empty else 3]:
+                if a[:2] != b[:2] or (a != b and not is_empty):
                     found.append(f"{ours.tier} block {block}: ledger {a} != engine {b}")
         return found
 
@@ -305,19 +307,22 @@ class Ledger:
             return dict(self._index.handlers)
         pools = self._pools
 
+        def by_group(change: Callable[[GroupPool, Any], None]) -> Callable[[Any], None]:
+            if len(pools) == 1 and len(pools[CHECKED_TIER].groups) == 1:  # nothing to choose: half the cost is saved
+                return MethodType(change, pools[CHECKED_TIER].group(FIRST_GROUP))
+            return lambda event: change(pools[event.tier].group(event.group), event)
+
         def by_tier(change: Callable[[TierPool, Any], None]) -> Callable[[Any], None]:
-            if len(pools) == 1:  # nothing to choose: half the cost of a call is saved
-                return MethodType(change, pools[CHECKED_TIER])
             return lambda event: change(pools[event.tier], event)
 
         return {
-            ev.BlocksAllocated: by_tier(TierPool.allocate),
-            ev.BlocksReleased: by_tier(TierPool.release),
-            ev.BlocksStored: by_tier(TierPool.store),
-            ev.BlocksEvicted: by_tier(TierPool.evict),
-            ev.BlocksReused: by_tier(TierPool.reuse),
-            ev.BlocksShared: by_tier(TierPool.share),
-            ev.BlocksCopied: by_tier(TierPool.copy),
+            ev.BlocksAllocated: by_group(GroupPool.allocate),
+            ev.BlocksReleased: by_group(GroupPool.release),
+            ev.BlocksStored: by_group(GroupPool.store),
+            ev.BlocksEvicted: by_group(GroupPool.evict),
+            ev.BlocksReused: by_group(GroupPool.reuse),
+            ev.BlocksShared: by_group(GroupPool.share),
+            ev.BlocksCopied: by_group(GroupPool.copy),
             ev.CacheCleared: by_tier(TierPool.clear),
             ev.BlocksRelocated: by_tier(TierPool.relocate),
             ev.PoolRebuilt: self._rebuilt,
@@ -456,8 +461,18 @@ def _engine_state(name: str) -> EngineState:
     return state
 
 
-def _tables(snapshot: EngineSnapshot) -> dict[tuple[str, str, int], list[int]]:
-    return {(s.tier, s.request, s.sequence): s.block_ids for s in snapshot.sequences if s.block_ids}
+def _group_names(snapshot: EngineSnapshot) -> list[str]:
+    return [each.group for each in snapshot.groups] or [FIRST_GROUP]
+
+
+def _block(tier: TierState, block: int) -> tuple[int, bytes | None, int, int]:
+    """Return what a snapshot says of one block: reference count, hash, filled slots, group."""
+    group = tier.block_groups[block] if tier.block_groups else 0
+    return tier.ref_counts[block], tier.hashes[block], tier.filled_slots[block], group
+
+
+def _tables(snapshot: EngineSnapshot) -> dict[tuple[str, str, int, str], list[int]]:
+    return {(s.tier, s.request, s.sequence, s.group): s.block_ids for s in snapshot.sequences if s.block_ids}
 
 
 def _transfers(snapshot: EngineSnapshot) -> dict[int, TransferState]:

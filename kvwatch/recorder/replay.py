@@ -177,6 +177,7 @@ def _loaded(snapshot: EngineSnapshot) -> Ledger:
         tier.tier
         for tier in snapshot.tiers
         if not len(tier.ref_counts) == len(tier.hashes) == len(tier.filled_slots) == tier.num_blocks >= 1
+        or len(tier.block_groups) not in (0, tier.num_blocks)
     ]
     wrong += [each.tier for each in snapshot.indexed if len(each.hashes) != len(each.ref_counts)]
     is_checked = snapshot.is_foreign or CHECKED_TIER in {tier.tier for tier in snapshot.tiers}

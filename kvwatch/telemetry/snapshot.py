@@ -14,6 +14,8 @@ class SequenceState(msgspec.Struct, frozen=True, gc=False):
     sequence: int
     block_ids: list[int]
     tier: str = "device"
+    group: str = "0"
+    """KV group whose block table this is; what has left a group's window is not in it."""
 
 
 class RequestState(msgspec.Struct, frozen=True, gc=False):
@@ -40,6 +42,17 @@ class TierState(msgspec.Struct, frozen=True, gc=False):
     """Slots whose K/V was written since the block was allocated."""
     ignored_files: dict[str, int] = {}
     """Files in the tier's folder that were of no use when it was opened, by why: `foreign`, `stale`, `torn`."""
+    block_groups: list[int] = []
+    """KV group of every used or cached block; empty where there is only one group."""
+
+
+class GroupState(msgspec.Struct, frozen=True, gc=False):
+    """One KV group of an engine: layers of one kind of attention with block tables of their own."""
+
+    group: str
+    num_layers: int
+    sliding_window: int | None = None
+    """Tokens that a query sees, itself included; none sees all."""
 
 
 class TransferState(msgspec.Struct, frozen=True, gc=False):
@@ -96,3 +109,5 @@ class EngineSnapshot(msgspec.Struct, frozen=True, gc=False):
     """What is on its way between tiers."""
     last_step_ns: int | None = None
     """Monotonic time at which the last step was completed; none before any."""
+    groups: list[GroupState] = []
+    """KV groups in the order of their numbers; empty where there is only group 0."""

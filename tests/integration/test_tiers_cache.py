@@ -16,6 +16,7 @@ from kvwatch_engine.memory.block_hash import HashChain
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import BlockPool, Owner
 from kvwatch_engine.memory.kv_cache import KVCache
+from kvwatch_engine.memory.prefix import Prefix
 from kvwatch_engine.memory.tiers.block_file import StoreIdentity
 from kvwatch_engine.memory.tiers.device import device_store
 from kvwatch_engine.memory.tiers.tiers import Machine, MemoryTiers, TierSettings
@@ -57,7 +58,7 @@ class Cached:
 
     def open(self, name: str, tokens: list[int]) -> Owner:
         owner = Owner(name, 0)
-        assert self.manager.open(owner, [], len(tokens))
+        assert self.manager.open(owner, Prefix(), len(tokens))
         return owner
 
     def store(self, owner: Owner, tokens: list[int]) -> list[BlockHash]:

@@ -13,6 +13,7 @@ from tier_victim import fill, prompt_of
 
 from kvwatch_engine.contracts.tiers import TransferOutcome
 from kvwatch_engine.memory.block_pool import Owner
+from kvwatch_engine.memory.prefix import Prefix
 
 TESTS = Path(__file__).parent.parent
 MOST_PROMPTS = 3_000
@@ -55,7 +56,7 @@ def restore_all(stage: TierStage, first: int, end: int) -> tuple[int, int]:
         if not hits:
             continue
         owner = Owner(f"again-{number}", 0)
-        assert stage.manager.open(owner, [], len(tokens))
+        assert stage.manager.open(owner, Prefix(), len(tokens))
         stage.tiers.begin_restore(owner.request, 0, 0, hits)
         outcomes: list[TransferOutcome] = []
         while not outcomes:

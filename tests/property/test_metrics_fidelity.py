@@ -3,10 +3,13 @@
 import pytest
 from random_load import RandomLoad
 
+GROUPS = [(None, 6), (7,), (None, 1, 9), (None, None)]
+"""Windows of the KV groups: full attention and sliding, sliding alone, two of each kind."""
 
-def follow(seed: int, num_steps: int) -> RandomLoad:
+
+def follow(seed: int, num_steps: int, windows: tuple[int | None, ...] = (None,)) -> RandomLoad:
     """Let an engine do so many steps at random, idle turns not counted, and compare after each of them."""
-    load = RandomLoad(seed)
+    load = RandomLoad(seed, windows)
     while load.core.num_steps < num_steps:
         load.turn()
         assert load.differences() == [], f"seed {seed}, step {load.core.num_steps}"
@@ -19,6 +22,25 @@ def follow(seed: int, num_steps: int) -> RandomLoad:
 def test_every_metric_equals_the_engines_own_structures_after_every_step(seed: int) -> None:
     """vllm#15538, #25780, #27073, sglang#22726 (O01, O22, O59, O62): numbers that only almost followed the engine."""
     follow(seed, 80)
+
+
+@pytest.mark.parametrize("seed", range(4, 6))
+@pytest.mark.parametrize("windows", GROUPS)
+def test_every_metric_of_every_kv_group_equals_the_engines_own_structures(
+    windows: tuple[int | None, ...], seed: int
+) -> None:
+    """Blocks that left a window are counted no more, and each group counts its own."""
+    follow(seed, 80, windows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(200, 206))
+@pytest.mark.parametrize("windows", GROUPS)
+def test_every_metric_of_every_kv_group_equals_the_engines_own_structures_over_thousands_of_steps(
+    windows: tuple[int | None, ...], seed: int
+) -> None:
+    follow(seed, 500, windows)
 
 
 @pytest.mark.slow

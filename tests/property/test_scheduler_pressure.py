@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from scheduler_machine import SchedulerMachine
+from scheduler_machine import WINDOWS, SchedulerMachine
 
 TURNS = 120
 
@@ -36,6 +36,7 @@ def drive(seed: int) -> None:
         ),
         tiers=random.choice([None, random_tiers(random), random_real_tiers(random), random_real_tiers(random)]),
         tiers_seed=seed,
+        windows=random.choice(WINDOWS),
     )
     for _ in range(TURNS):
         turn(machine, random)

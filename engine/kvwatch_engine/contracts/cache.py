@@ -1,4 +1,4 @@
-"""Shape of the KV cache of one group of layers, and who owns its memory."""
+"""Groups of layers, the shape of their KV cache, and who owns its memory."""
 
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
@@ -23,13 +23,24 @@ _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers of one kind of attention. Each group has block tables of its own over the pool that all share."""
+
+    layers: tuple[int, ...] = ()
+    """Indices in the model, ascending."""
+    window: int | None = None
+    """Tokens that a query sees, itself included; none sees all."""
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """Shape of a KV cache; see the layout diagram in engine/README.md.
 
-    All blocks of a pool have the same number of bytes.
+    All blocks of a pool have the same number of bytes, whichever group uses them.
     """
 
     num_layers: int
+    """Layers of one group."""
     num_kv_heads: int
     head_dim: int
     block_size: int

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kvwatch_engine.contracts.cache import KVGroup
+
 PreemptionMode = Literal["recompute", "swap", "auto"]
 """What becomes of the K/V of a request that must yield its blocks; `auto` takes what is cheaper, as measured."""
 
@@ -17,6 +19,8 @@ class EngineSettings:
     num_blocks: int
     """Blocks of the pool, the null block included."""
     block_size: int = 16
+    groups: tuple[KVGroup, ...] = (KVGroup(),)
+    """KV groups of the model; a sequence takes blocks in each of them."""
     max_model_len: int = 8192
     """Longest sequence in tokens that the model allows; the pool may allow less."""
     max_num_seqs: int = 64
@@ -51,6 +55,16 @@ class EngineSettings:
     """A step that takes longer than this makes the engine count as stuck."""
     emit_token_ids: bool = False
     """Tell the token ids of stored blocks to whoever follows the log: they are what users wrote."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Window of each KV group."""
+        return tuple(group.window for group in self.groups)
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens of one sequence in one step."""
+        return min(self.max_prefill_chunk or self.max_batch_tokens, self.max_batch_tokens)
 
     def numbers(self) -> dict[str, float]:
         """Return the settings that are limits or policies in force, as numbers; what is not set is absent."""

@@ -34,6 +34,16 @@ class SampleRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBlocks:
+    """Where a step's tokens lie in one KV group."""
+
+    slot_mapping: Int64Array
+    """i64[num_tokens]"""
+    block_tables: Int32Array
+    """i32[num_seqs, max_blocks]; null blocks also stand for what has left the group's window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
     """One step: the tokens of `num_seqs` sequences, packed one after the other.
 
@@ -63,6 +73,14 @@ class StepInput:
     """i64[len(sample_rows)]: packed token whose logits each row samples from. With n > 1 an index repeats."""
     adapters: tuple[AdapterSpan, ...] = ()
     """Which tokens are computed with a LoRA adapter, one span for each; all others with the base model alone."""
+    further_groups: tuple[GroupBlocks, ...] = ()
+    """KV groups from 1 on; `slot_mapping` and `block_tables` are those of group 0."""
+
+    @property
+    def groups(self) -> tuple[GroupBlocks, ...]:
+        """All KV groups."""
+        first = GroupBlocks(slot_mapping=self.slot_mapping, block_tables=self.block_tables)
+        return (first, *self.further_groups)
 
     @property
     def num_tokens(self) -> int:

@@ -30,6 +30,8 @@ class KeyTag(IntEnum):
     """The server's, for everybody who shares an API key's tenant."""
     MULTIMODAL = 6
     """Content that stands behind placeholder tokens."""
+    GROUPS = 7
+    """How the layers are divided into KV groups, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ def sequence_keys(
     cache_salt: str = "",
     tenant_salt: str = "",
     adapter: bytes = b"",
+    groups: bytes = b"",
 ) -> list[ExtraKey]:
     """Return the keys of a whole sequence; one that is empty is left out.
 
@@ -81,6 +84,7 @@ def sequence_keys(
         cache_salt: the request's own salt.
         tenant_salt: the salt that the server gives a tenant.
         adapter: load id of its LoRA adapter, encoded; each load has its own.
+        groups: how the model's layers are divided into KV groups, if there are several.
     """
     keys = [
         ExtraKey(KeyTag.BLOCK_SIZE, block_size.to_bytes(8, "little")),
@@ -92,6 +96,8 @@ def sequence_keys(
         keys.append(ExtraKey(KeyTag.LORA, adapter))
     if tenant_salt:
         keys.append(ExtraKey(KeyTag.TENANT, salt_bytes(tenant_salt)))
+    if groups:
+        keys.append(ExtraKey(KeyTag.GROUPS, groups))
     return keys
 
 
@@ -123,6 +129,14 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int], keys: Iterable[Extra
     """
     message = parent + _token_packer(len(token_ids)).pack(*token_ids)
     return BlockHash(sha256(message + b"".join(key.encode() for key in keys)).digest())
+
+
+def hash_in_group(content: BlockHash, group: int) -> BlockHash:
+    """Return what a block is called in a KV group whose block of the first group is called `content`.
+
+    The same tokens give other K/V in other layers. One byte cannot be the tokens of a block, so that no two names meet.
+    """
+    return content if group == 0 else BlockHash(sha256(content + bytes((group,))).digest())
 
 
 TokenSlice = Callable[[int, int], Sequence[int]]

@@ -4,23 +4,26 @@
     block table       |    7      |     3      |     12      |      slot of t33 = 12 * 16 + 1
                         full, hashed, shared?    partial: one writer
 
-Knows tokens only to hash full blocks; knows neither scheduling nor tensors. Check, then act: an operation that finds
-too few free blocks returns None or False and has changed nothing.
+A sequence has one table for each KV group (see `group_tables.py`), all over one pool. Knows tokens only to hash full
+blocks; knows neither scheduling nor tensors. Check, then act, for all groups at once: an operation that finds too few
+free blocks returns None or False and has changed nothing.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from kvwatch.telemetry.events import BlocksCopied, BlocksShared, SequenceForked
-from kvwatch.telemetry.events.block import AllocationReason, ReleaseReason
+from kvwatch.telemetry.events.block import GROUPS, AllocationReason, ReleaseReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import SequenceState
 from kvwatch_engine.contracts.block import BlockHash, BlockId
 from kvwatch_engine.contracts.errors import CacheCorruption
-from kvwatch_engine.memory.block_hash import HashChain, TokenSlice
+from kvwatch_engine.memory.block_hash import HashChain, TokenSlice, hash_in_group
 from kvwatch_engine.memory.block_pool import BlockPool, Owner, StoredRun
+from kvwatch_engine.memory.group_tables import GroupTables
+from kvwatch_engine.memory.prefix import Prefix, blocks_of_prefix, longest_prefix
 from kvwatch_engine.memory.relocation import Relocation
 
 
@@ -34,14 +37,28 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class KeptTable:
-    """A block table that was released while transfers read or write its blocks."""
+    """Block tables of a sequence that were released while transfers read or write its blocks."""
 
     owner: Owner
-    blocks: list[BlockId]
-    """The last one first."""
+    blocks: list[list[BlockId]]
+    """For each group the blocks held, the last one first."""
     reason: ReleaseReason
     num_holds: int
     """Transfers that have not ended."""
+
+
+@dataclass(slots=True)
+class PlannedWrite:
+    """What one group's table needs before a write."""
+
+    group: GroupTables
+    table: list[BlockId]
+    shared: list[int]
+    """Places whose blocks have another owner."""
+    num_missing: int
+    """Blocks to be appended."""
+    own: list[BlockId] = field(default_factory=list)
+    new: list[BlockId] = field(default_factory=list)
 
 
 class BlockManager:
@@ -50,7 +67,7 @@ class BlockManager:
     Invariant: the reference count of a block equals the number of tables that contain it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - by keyword
         self,
         pool: BlockPool,
         block_size: int,
@@ -58,25 +75,63 @@ class BlockManager:
         *,
         enable_prefix_cache: bool = True,
         emit_token_ids: bool = False,
+        windows: Sequence[int | None] = (None,),
+        max_chunk: int = 1,
     ) -> None:
+        """Create the tables of no sequences.
+
+        Args:
+            pool: where all groups take their blocks from.
+            block_size: tokens of a block.
+            log: where events go.
+            enable_prefix_cache: whether full blocks enter the prefix index.
+            emit_token_ids: whether events tell the tokens of stored blocks.
+            windows: for each KV group the tokens that a query sees, itself included; none sees all.
+            max_chunk: most tokens of a sequence that are written at once; matters to groups with a window only.
+        """
+        assert pool.num_groups == len(windows), "the pool notes each block's group"
         self.pool = pool
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
+        self.max_chunk = max_chunk
+        self.groups = tuple(GroupTables(pool, block_size, number, window) for number, window in enumerate(windows))
+        self.has_windows = any(window is not None for window in windows)
+        self._is_plain = len(windows) == 1 and not self.has_windows
         self._emit_token_ids = emit_token_ids
         self._log = log
-        self._tables: dict[Owner, list[BlockId]] = {}
-        self._num_stored: dict[Owner, int] = {}
+        self._tables = self.groups[0].tables
         self._holds: Counter[Owner] = Counter()
         self._kept: list[KeptTable] = []
         """Tables that were released while transfers read or write their blocks, the oldest first."""
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens in one group."""
         return -(-num_tokens // self.block_size)
 
+    def most_blocks(self, num_tokens: int, num_shared: int = 0) -> int:
+        """Return the most blocks that a sequence of `num_tokens` tokens holds over all groups while it is computed.
+
+        Args:
+            num_tokens: of the sequence.
+            num_shared: leading tokens of which another sequence has the full blocks; those of a window are counted.
+        """
+        if self._is_plain:
+            return -(-num_tokens // self.block_size) - num_shared // self.block_size
+        return sum(
+            group.most_blocks(num_tokens, self.max_chunk)
+            - (num_shared // self.block_size if group.window is None else 0)
+            for group in self.groups
+        )
+
     def table(self, owner: Owner) -> list[BlockId]:
-        """Return the block table of a sequence; read-only for callers."""
+        """Return the block table of a sequence in the first group; read-only for callers."""
         return self._tables[owner]
+
+    def num_held(self, owner: Owner) -> int:
+        """Return the number of entries that a sequence's tables have over all groups."""
+        if self._is_plain:
+            return len(self._tables[owner])
+        return sum(len(group.held(owner)) for group in self.groups)
 
     def owners(self) -> Iterable[Owner]:
         """Return the sequences that have a block table."""
@@ -84,87 +139,108 @@ class BlockManager:
 
     # ------------------------------------------------------------------ admission
 
-    def find_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+    def find_prefix(self, hashes: Sequence[BlockHash]) -> Prefix:
         """Return the blocks that hold the longest known prefix of a hash chain; changes nothing."""
+        find = self.pool.find
+        if not self._is_plain:
+            length = longest_prefix(hashes, self.groups, lambda content: find(content) is not None)
+            return blocks_of_prefix(hashes, length, self.groups, find)
         blocks: list[BlockId] = []
         for content in hashes:
-            block = self.pool.find(content)
+            block = find(content)
             if block is None:
                 break
             blocks.append(block)
-        return blocks
+        return Prefix((blocks,))
 
-    def num_blocks_missing(self, prefix: Sequence[BlockId], num_tokens: int) -> int:
-        """Return how many free blocks a new sequence takes: new ones, and cached ones of its prefix hit."""
-        return self.blocks_for(num_tokens) - len(prefix) + self.pool.num_cached_of(prefix)
+    def num_blocks_regretted(self, hashes: Sequence[BlockHash], num_hits: int) -> int:
+        """Return how many more blocks of a hash chain than `num_hits` would be found, had none been evicted."""
+        if not self._is_plain:
+            return max(0, longest_prefix(hashes, self.groups, self.pool.would_have_hit) - num_hits)
+        knows = self.pool.would_have_hit
+        missed = (index for index in range(num_hits, len(hashes)) if not knows(hashes[index]))
+        return next(missed, len(hashes)) - num_hits
 
-    def open(self, owner: Owner, prefix: Sequence[BlockId], num_tokens: int) -> bool:
-        """Give a new sequence a block table for `num_tokens` tokens that begins with `prefix`.
+    def num_blocks_missing(self, prefix: Prefix, num_tokens: int) -> int:
+        """Return how many free blocks a new sequence takes: new ones, and cached ones of its prefix hit.
 
-        All or nothing: returns False, changing nothing, when too few blocks are free.
+        Groups with a window take theirs step by step: what they need at most is counted.
+        """
+        held = prefix.held()
+        return max(0, self.most_blocks(num_tokens) - len(held)) + self.pool.num_cached_of(held)
+
+    def open(self, owner: Owner, prefix: Prefix, num_tokens: int) -> bool:
+        """Give a new sequence block tables for `num_tokens` tokens that begin with `prefix`.
+
+        All or nothing: returns False, changing nothing, when too few blocks are free. In groups with a window the
+        table is as long as the prefix.
         """
         assert owner not in self._tables, f"{owner} already has a block table"
         if self.num_blocks_missing(prefix, num_tokens) > self.pool.num_free:
             return False
-        table = list(prefix)
-        if table:
-            # First of all: what is reused can then not be evicted for the blocks that are still missing.
-            self.pool.reuse(table, owner)
-        missing = self.blocks_for(num_tokens) - len(table)
-        if missing:
-            blocks = self.pool.allocate(missing, owner, "prefill")
-            if blocks is None:
-                self._give_back(table, owner)
-                return False
-            table += blocks
-        self._tables[owner] = table
-        self._num_stored[owner] = len(prefix)
+        tables = [list(blocks) for blocks in prefix.groups] if prefix else [[] for _ in self.groups]
+        # First of all: what is reused can then not be evicted for the blocks that are still missing.
+        reused: list[list[BlockId]] = []
+        for group, table in zip(self.groups, tables, strict=True):
+            held = table if not table or table[0] else [block for block in table if block]
+            reused.append(list(held))
+            if held:
+                self.pool.reuse(held, owner, group.number)
+        num_hits, wanted = len(prefix), -(-num_tokens // self.block_size)
+        for group, table in zip(self.groups, tables, strict=True):
+            if group.window is None and wanted > num_hits:
+                blocks = self.pool.allocate(wanted - num_hits, owner, "prefill", group.number)
+                if blocks is None:
+                    self._give_back(owner, reused, tables, num_hits)
+                    return False
+                table.extend(blocks)
+        for group, table in zip(self.groups, tables, strict=True):
+            group.open(owner, table, num_hits)
         return True
 
     # ------------------------------------------------------------------ growth
 
     def num_blocks_to_write(self, owner: Owner, start: int, end: int) -> int:
         """Return how many free blocks are needed before tokens `start` to `end` can be written."""
-        table = self._tables[owner]
-        return max(0, self.blocks_for(end) - len(table)) + len(self._shared_in(table, start, end))
+        return sum(len(each.shared) + each.num_missing for each in self._plan_write(owner, start, end))
 
     def prepare_write(
         self, owner: Owner, start: int, end: int, reason: AllocationReason
     ) -> tuple[BlockCopy, ...] | None:
-        """Make tokens `start` to `end` of a sequence writable: grow its table, un-share the blocks it writes to.
+        """Make tokens `start` to `end` of a sequence writable: grow its tables, un-share the blocks it writes to.
 
         Returns:
             The copies that must be carried out before the write (usually none); None, with nothing changed, when too
             few blocks are free.
         """
-        table = self._tables[owner]
-        shared = self._shared_in(table, start, end)
-        missing = self.blocks_for(end) - len(table)
-        if missing <= 0 and not shared:
+        planned = self._plan_write(owner, start, end)
+        if not planned:
             return ()
-        if max(0, missing) + len(shared) > self.pool.num_free:
+        if sum(len(each.shared) + each.num_missing for each in planned) > self.pool.num_free:
             return None
-        own = self.pool.allocate(len(shared), owner, "cow") if shared else []
-        if own is None:
+        if not all(self._take(each, owner, reason) for each in planned):
+            self._take_back(planned, owner)
             return None
-        if missing > 0:
-            blocks = self.pool.allocate(missing, owner, reason)
-            if blocks is None:
-                self.pool.release(own, owner, "cow")
-                return None
-            table += blocks
-        return self._unshare(owner, table, shared, own) if shared else ()
+        copies: tuple[BlockCopy, ...] = ()
+        for each in planned:
+            each.table += each.new
+            if each.shared:
+                copies += self._unshare(owner, each)
+        return copies
 
     def record_written(self, owner: Owner, start: int, end: int) -> list[BlockId]:
         """Note that the K/V of tokens `start` to `end` is being written; return the blocks that it is written to."""
         size = self.block_size
         first, last = start // size, (end - 1) // size
         filled = self.pool.filled_slots
-        written = self._tables[owner][first : last + 1]
-        for block in written[:-1]:
-            filled[block] = size
-        filled[written[-1]] = end - last * size
-        return written
+        all_written: list[BlockId] = []
+        for group in self.groups:
+            written = group.tables[owner][first : last + 1]
+            for block in written[:-1]:
+                filled[block] = size
+            filled[written[-1]] = end - last * size
+            all_written += written
+        return all_written
 
     def store_full(self, owner: Owner, chain: HashChain, num_computed: int, tokens: TokenSlice) -> None:
         """Enter the sequence's blocks that became full into the prefix index.
@@ -178,79 +254,83 @@ class BlockManager:
         if not self.enable_prefix_cache:
             return
         num_full = num_computed // self.block_size
-        done = self._num_stored[owner]
-        if num_full <= done:
-            return
-        hashes = chain.upto(num_full, tokens)
-        parent = hashes[done - 1] if done else None
-        token_ids = self._token_ids(tokens, done, num_full) if self._emit_token_ids else None
-        source = StoredRun(owner, done, token_ids)
-        self.pool.store(self._tables[owner][done:num_full], hashes[done:num_full], parent, source)
-        self._num_stored[owner] = num_full
+        for group in self.groups:
+            done = group.num_stored[owner]
+            if num_full <= done:
+                continue
+            hashes = chain.upto(num_full, tokens)
+            number = group.number
+            parent = hash_in_group(hashes[done - 1], number) if done else None
+            names = hashes[done:num_full]
+            if number:
+                names = [hash_in_group(content, number) for content in names]
+            token_ids = self._token_ids(tokens, done, num_full) if self._emit_token_ids else None
+            source = StoredRun(owner, done, token_ids, number)
+            self.pool.store(group.tables[owner][done:num_full], names, parent, source)
+            group.num_stored[owner] = num_full
+
+    def pass_windows(self, owner: Owner, num_computed: int) -> None:
+        """Give back what no later token of the sequence can see, once it has computed so many and was forked, if so."""
+        for group in self.groups:
+            group.pass_window(owner, num_computed)
 
     # ------------------------------------------------------------------ sharing and end
 
     def fork(self, parent: Owner, child: Owner, num_tokens: int) -> int:
-        """Give `child` a block table that shares the blocks of `parent`'s first `num_tokens` tokens.
+        """Give `child` block tables that share the blocks of `parent`'s first `num_tokens` tokens.
 
         Returns:
-            The number of tokens shared. It is `num_tokens`, but for one case: when the parent has filled the last of
+            The number of tokens shared. It is `num_tokens`, but for two cases: when the parent has filled the last of
             these blocks with tokens of its own and the prefix index knows it, the block is left out. The child would
-            write over content that others may look up.
+            write over content that others may look up. And when the parent has given back what the child would see in
+            a group with a window, nothing is shared.
         """
         assert child not in self._tables, f"{child} already has a block table"
-        table = self._tables[parent]
         num_full, num_in_partial = divmod(num_tokens, self.block_size)
-        if num_in_partial and self.pool.hashes[table[num_full]] is not None:
+        hashes = self.pool.hashes
+        if num_in_partial and any(hashes[group.tables[parent][num_full]] is not None for group in self.groups):
             num_tokens -= num_in_partial
-        blocks = table[: self.blocks_for(num_tokens)]
-        self.pool.share(blocks)
-        self._tables[child] = blocks
-        self._num_stored[child] = min(self._num_stored[parent], num_full)
+        if self.has_windows and not all(group.can_fork(parent, num_tokens) for group in self.groups):
+            num_tokens = num_full = 0
+        num_blocks = -(-num_tokens // self.block_size)
+        shared = [group.fork(parent, child, num_blocks, num_full) for group in self.groups]
         if self._log.active:
             if any(kept.owner == parent for kept in self._kept):  # it has two tables: blocks have to be named
-                self._log.append(BlocksShared(child.request, child.sequence, list(blocks)))
+                for group, blocks in zip(self.groups, shared, strict=True):
+                    self._emit_shared(child, blocks, group.number)
             else:
-                self._log.append(SequenceForked(parent.request, parent.sequence, child.sequence, len(blocks)))
+                number, *others = (len(blocks) for blocks in shared)
+                self._log.append(SequenceForked(parent.request, parent.sequence, child.sequence, number, others))
         return num_tokens
 
     def join(self, parent: Owner, child: Owner, num_tokens: int) -> None:
-        """Make `child`'s block table that of `parent`'s first `num_tokens` tokens, all by reference.
+        """Make `child`'s block tables those of `parent`'s first `num_tokens` tokens, all by reference.
 
         What both have already stays; the rest of the child's is given up. No block is needed or copied.
         """
         assert child not in self._holds, f"a transfer knows the blocks of {child}"
-        table, goal = self._tables[child], self._tables[parent][: self.blocks_for(num_tokens)]
-        kept = next((place for place, pair in enumerate(zip(table, goal, strict=False)) if pair[0] != pair[1]), None)
-        num_kept = min(len(table), len(goal)) if kept is None else kept
-        given_up, shared = table[num_kept:], goal[num_kept:]
-        self.pool.share(shared)
-        if given_up:
-            self.pool.release(given_up[::-1], child, "truncated")
-        table[num_kept:] = shared
-        if shared and self._log.active:
-            self._log.append(BlocksShared(child.request, child.sequence, list(shared)))
-        self._num_stored[child] = min(self._num_stored[parent], num_tokens // self.block_size)
+        for group in self.groups:
+            shared = group.join(parent, child, num_tokens)
+            if shared and self._log.active:
+                self._emit_shared(child, shared, group.number)
 
     def release(self, owner: Owner, reason: ReleaseReason) -> None:
-        """Drop a sequence's block table; does nothing when it has none."""
-        table = self._tables.pop(owner, None)
-        if table is None:
+        """Drop a sequence's block tables; does nothing when it has none."""
+        if owner not in self._tables:
             return
-        del self._num_stored[owner]
-        table.reverse()  # the tail of a chain is evicted first
+        held = [group.close(owner) for group in self.groups]
         num_holds = self._holds.pop(owner, 0)
         if num_holds:
-            self._kept.append(KeptTable(owner, table, reason, num_holds))
+            self._kept.append(KeptTable(owner, held, reason, num_holds))
         else:
-            self.pool.release(table, owner, reason)
+            self._release(owner, held, reason)
 
     # ------------------------------------------------------------------ transfers
 
     def hold(self, owner: Owner) -> None:
-        """Keep the blocks of a sequence's table used even if they are released: a transfer reads or writes them.
+        """Keep the blocks of a sequence's tables used even if they are released: a transfer reads or writes them.
 
-        The sequence may get another block table meanwhile, which is not held. Holds end in the order in which they
+        The sequence may get other block tables meanwhile, which are not held. Holds end in the order in which they
         began.
         """
         assert owner in self._tables, f"{owner} has no block table"
@@ -267,15 +347,15 @@ class BlockManager:
         kept.num_holds -= 1
         if not kept.num_holds:
             self._kept.remove(kept)
-            self.pool.release(kept.blocks, owner, kept.reason)
+            self._release(owner, kept.blocks, kept.reason)
 
     @property
     def num_holds(self) -> int:
-        """Block tables whose blocks take part in transfers: nobody may move these blocks."""
+        """Sequences whose blocks take part in transfers: nobody may move these blocks."""
         return len(self._holds) + len(self._kept)
 
     def rebuild(self, tables: Mapping[Owner, Sequence[int]], num_distinct: int) -> list[BlockId] | None:
-        """Give sequences of one request block tables that share as `tables` says, in new blocks.
+        """Give sequences of one request block tables that share as `tables` says, in new blocks of the one group.
 
         Args:
             tables: for each sequence numbers from 0 to `num_distinct` - 1; equal numbers stand for one block. Each
@@ -285,6 +365,7 @@ class BlockManager:
         Returns:
             The block of each number; None, with nothing changed, when too few are free.
         """
+        assert self._is_plain, "tiers serve one group with full attention"
         if num_distinct > self.pool.num_free:
             return None
         places: list[BlockId | None] = [None] * num_distinct
@@ -299,35 +380,39 @@ class BlockManager:
         """Return how many blocks would become free if all `owners` were released. Shared blocks of others stay."""
         held: dict[BlockId, int] = {}
         for owner in owners:
-            for block in self._tables.get(owner, ()):
-                held[block] = held.get(block, 0) + 1
+            for group in self.groups:
+                for block in group.held(owner):
+                    held[block] = held.get(block, 0) + 1
         return sum(1 for block, count in held.items() if self.pool.ref_counts[block] == count)
 
     def num_distinct_blocks(self, owners: Sequence[Owner]) -> int:
-        """Return how many blocks the sequences hold together."""
+        """Return how many blocks the sequences hold together, over all groups."""
         if len(owners) == 1:
-            return len(self._tables.get(owners[0], ()))
-        return len({block for owner in owners for block in self._tables.get(owner, ())})
+            return sum(len(group.held(owners[0])) for group in self.groups)
+        return len({block for owner in owners for group in self.groups for block in group.held(owner)})
 
     def resize(self, plan: Relocation) -> None:
         """Give the pool another number of blocks as `BlockPool.plan_resize` said just now; O(blocks)."""
         assert not self.num_holds, "a transfer knows blocks by their ids"
         self.pool.resize(plan)
-        for table in self._tables.values():
-            table[:] = map(plan.place_of, table)
+        for group in self.groups:
+            for table in group.tables.values():
+                table[:] = map(plan.place_of, table)
 
     # ------------------------------------------------------------------ truth
 
     def to_states(self) -> list[SequenceState]:
         """Return all block tables for a snapshot."""
-        tables: dict[Owner, list[BlockId]] = {}
+        tables: dict[tuple[Owner, int], list[BlockId]] = {}
         for kept in self._kept:
-            tables.setdefault(kept.owner, []).extend(reversed(kept.blocks))
-        for owner, table in self._tables.items():
-            tables.setdefault(owner, []).extend(table)
+            for number, blocks in enumerate(kept.blocks):
+                tables.setdefault((kept.owner, number), []).extend(reversed(blocks))
+        for group in self.groups:
+            for owner in group.tables:
+                tables.setdefault((owner, group.number), []).extend(group.held(owner))
         return [
-            SequenceState(request=owner.request, sequence=owner.sequence, block_ids=list(table))
-            for owner, table in tables.items()
+            SequenceState(owner.request, owner.sequence, list(table), group=GROUPS[number])
+            for (owner, number), table in tables.items()
         ]
 
     def check_integrity(self) -> None:
@@ -338,19 +423,78 @@ class BlockManager:
         """
         self.pool.check_integrity()
         occurrences = [0] * self.pool.num_blocks
-        for table in (*self._tables.values(), *(kept.blocks for kept in self._kept)):
-            for block in table:
-                occurrences[block] += 1
+        for group in self.groups:
+            kept = [each.blocks[group.number] for each in self._kept]
+            for blocks in (*map(group.held, group.tables), *kept):
+                for block in blocks:
+                    occurrences[block] += 1
+                    if self.pool.groups and self.pool.groups[block] != group.number:
+                        raise CacheCorruption(
+                            f"block {block} of group {self.pool.groups[block]} is in a table of group {group.number}"
+                        )
         for index, (count, expected) in enumerate(zip(self.pool.ref_counts, occurrences, strict=True)):
             if count != expected:
                 raise CacheCorruption(f"block {index}: reference count {count}, but it is in {expected} tables")
 
     # ------------------------------------------------------------------ parts
 
+    def _plan_write(self, owner: Owner, start: int, end: int) -> list[PlannedWrite]:
+        """Return what has to be done before a write, group by group; empty when nothing has."""
+        size = self.block_size
+        num_blocks, first = -(-end // size), start // size
+        ref_counts = self.pool.ref_counts
+        planned: list[PlannedWrite] = []
+        for group in self.groups:
+            table = group.tables[owner]
+            num_missing = num_blocks - len(table)
+            if num_missing <= 0 and num_blocks - first == 1:  # one token in a block that is there: nearly always
+                shared = [first] if ref_counts[table[first]] > 1 else []
+            else:
+                shared = group.shared_in(table, start, end)
+            if num_missing > 0 or shared:
+                planned.append(PlannedWrite(group, table, shared, max(0, num_missing)))
+        return planned
+
+    def _take(self, planned: PlannedWrite, owner: Owner, reason: AllocationReason) -> bool:
+        """Take the blocks of one group's write; False when the pool refuses some against its own count."""
+        number = planned.group.number
+        if planned.shared:
+            own = self.pool.allocate(len(planned.shared), owner, "cow", number)
+            if own is None:
+                return False
+            planned.own = own
+        if planned.num_missing:
+            new = self.pool.allocate(planned.num_missing, owner, reason, number)
+            if new is None:
+                return False
+            planned.new = new
+        return True
+
+    def _take_back(self, planned: Iterable[PlannedWrite], owner: Owner) -> None:
+        """Undo `_take`, whatever it has taken."""
+        for each in planned:
+            if each.new:
+                self.pool.release(each.new[::-1], owner, "truncated", each.group.number)
+            if each.own:
+                self.pool.release(each.own, owner, "cow", each.group.number)
+
+    def _give_back(
+        self, owner: Owner, reused: Sequence[list[BlockId]], tables: Sequence[list[BlockId]], num_hits: int
+    ) -> None:
+        """Undo what `open` has taken: the pool refused the blocks behind it."""
+        for group, hits, table in zip(self.groups, reused, tables, strict=True):
+            blocks = [*hits, *table[num_hits:]]
+            if blocks:
+                self.pool.release(blocks[::-1], owner, "truncated", group.number)
+
+    def _release(self, owner: Owner, held: Sequence[list[BlockId]], reason: ReleaseReason) -> None:
+        for group, blocks in zip(self.groups, held, strict=True):
+            self.pool.release(blocks, owner, reason, group.number)
+
     def _extend(self, owner: Owner, numbers: Sequence[int], places: list[BlockId | None]) -> bool:
         """Make one table of `rebuild`: runs of blocks that are new, and runs that another sequence has already."""
-        table = self._tables[owner] = []
-        self._num_stored[owner] = 0  # they enter the prefix index again when the sequence goes on
+        table: list[BlockId] = []
+        self.groups[0].open(owner, table)  # its blocks enter the prefix index again when the sequence goes on
         for is_new, group in groupby(numbers, lambda number: places[number] is None):
             run = list(group)
             if is_new:
@@ -363,7 +507,7 @@ class BlockManager:
                 blocks = [block for number in run if (block := places[number]) is not None]
                 self.pool.share(blocks)
                 if self._log.active:
-                    self._log.append(BlocksShared(owner.request, owner.sequence, list(blocks)))
+                    self._emit_shared(owner, blocks, 0)
             table += blocks
         return True
 
@@ -376,27 +520,20 @@ class BlockManager:
         size = self.block_size
         return [list(tokens(index * size, (index + 1) * size)) for index in range(first, end)]
 
-    def _shared_in(self, table: list[BlockId], start: int, end: int) -> list[int]:
-        """Return the places in the table that tokens `start` to `end` write to and that have another owner."""
-        ref_counts = self.pool.ref_counts
-        first, last = start // self.block_size, min(len(table) - 1, (end - 1) // self.block_size)
-        return [index for index in range(first, last + 1) if ref_counts[table[index]] > 1]
+    def _emit_shared(self, owner: Owner, blocks: Sequence[BlockId], group: int) -> None:
+        self._log.append(BlocksShared(owner.request, owner.sequence, list(blocks), group=GROUPS[group]))
 
-    def _give_back(self, prefix: list[BlockId], owner: Owner) -> None:
-        """Undo the reuse of a prefix: the pool refused the blocks behind it."""
-        if prefix:
-            self.pool.release(prefix[::-1], owner, "truncated")
-
-    def _unshare(
-        self, owner: Owner, table: list[BlockId], places: list[int], own: list[BlockId]
-    ) -> tuple[BlockCopy, ...]:
-        """Put blocks of the sequence's own into these places of its table, which hold shared ones."""
-        shared = [table[place] for place in places]
+    def _unshare(self, owner: Owner, planned: PlannedWrite) -> tuple[BlockCopy, ...]:
+        """Put blocks of the sequence's own into places of its table that hold shared ones."""
+        table, number = planned.table, planned.group.number
+        shared = [table[place] for place in planned.shared]
         filled_slots = self.pool.filled_slots
-        for place, source, destination in zip(places, shared, own, strict=True):
+        for place, source, destination in zip(planned.shared, shared, planned.own, strict=True):
             table[place] = destination
             filled_slots[destination] = filled_slots[source]
         if self._log.active:
-            self._log.append(BlocksCopied(owner.request, owner.sequence, list(shared), list(own)))
-        self.pool.release(shared, owner, "cow")
-        return tuple(map(BlockCopy, shared, own))
+            self._log.append(
+                BlocksCopied(owner.request, owner.sequence, list(shared), list(planned.own), group=GROUPS[number])
+            )
+        self.pool.release(shared, owner, "cow", number)
+        return tuple(map(BlockCopy, shared, planned.own))

@@ -21,7 +21,7 @@ from kvwatch.telemetry.events import (
     BlocksStored,
     CacheCleared,
 )
-from kvwatch.telemetry.events.block import AllocationReason, EvictionReason, ReleaseReason, Tier
+from kvwatch.telemetry.events.block import GROUPS, AllocationReason, EvictionReason, ReleaseReason, Tier
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import TierState
 from kvwatch_engine.contracts.block import NULL_BLOCK, BlockHash, BlockId
@@ -45,6 +45,8 @@ class StoredRun(NamedTuple):
     """Place of the first block in the owner's block table."""
     token_ids: list[list[int]] | None = None
     """Token ids of each block; none when nobody may know them."""
+    group: int = 0
+    """KV group of the blocks."""
 
 
 OnEvict = Callable[[Sequence[BlockId], Sequence[BlockHash]], None]
@@ -61,8 +63,12 @@ class BlockPool:
     reference count is 0; the prefix index and `hashes` are each other's inverse.
     """
 
-    def __init__(self, num_blocks: int, log: EventLog, tier: Tier = "device") -> None:
+    def __init__(self, num_blocks: int, log: EventLog, tier: Tier = "device", num_groups: int = 1) -> None:
         self.tier: Tier = tier
+        self.num_groups = num_groups
+        """KV groups that take blocks."""
+        self.groups = [0] * num_blocks if num_groups > 1 else []
+        """Group of each used or cached block; read-only for others. Empty while there is only one group."""
         self.on_evict: OnEvict | None = None
         """Called when cached blocks make room for others; none while there is no tier behind this one."""
         self.num_blocks = num_blocks
@@ -141,8 +147,8 @@ class BlockPool:
         ref_counts = self.ref_counts
         return sum(1 for block in blocks if ref_counts[block] == 0)
 
-    def allocate(self, count: int, owner: Owner, reason: AllocationReason) -> list[BlockId] | None:
-        """Take `count` blocks for `owner`, evicting the least recently used cached blocks if need be.
+    def allocate(self, count: int, owner: Owner, reason: AllocationReason, group: int = 0) -> list[BlockId] | None:
+        """Take `count` blocks for `owner` and a KV group, evicting the least recently used cached blocks if need be.
 
         Returns:
             The blocks, with reference count 1 and no content; None when fewer are free, and then nothing has changed.
@@ -160,12 +166,17 @@ class BlockPool:
             self.filled_slots[block] = 0
             self._allocated_ns[block] = now
             self._hits[block] = 0
+        if self.num_groups > 1:
+            for block in blocks:
+                self.groups[block] = group
         if blocks and self._log.active:
-            self._log.append(BlocksAllocated(owner.request, owner.sequence, list(blocks), reason, self.tier))
+            self._log.append(
+                BlocksAllocated(owner.request, owner.sequence, list(blocks), reason, self.tier, GROUPS[group])
+            )
         return blocks
 
-    def reuse(self, blocks: Sequence[BlockId], owner: Owner) -> None:
-        """Add a reference to blocks found in the prefix index; cached ones become used."""
+    def reuse(self, blocks: Sequence[BlockId], owner: Owner, group: int = 0) -> None:
+        """Add a reference to blocks of one group found in the prefix index; cached ones become used."""
         now = self._log.now_ns
         gaps: list[int] = []
         self.num_references += len(blocks)
@@ -176,7 +187,7 @@ class BlockPool:
             self.ref_counts[block] += 1
             self._hits[block] += 1
         if self._log.active:
-            self._log.append(BlocksReused(owner.request, owner.sequence, list(blocks), gaps, self.tier))
+            self._log.append(BlocksReused(owner.request, owner.sequence, list(blocks), gaps, self.tier, GROUPS[group]))
 
     def share(self, blocks: Sequence[BlockId]) -> None:
         """Add a reference to used blocks, for a fork. The caller emits `SequenceForked`."""
@@ -185,8 +196,8 @@ class BlockPool:
             assert self.ref_counts[block] > 0, f"block {block} is not used and cannot be shared"
             self.ref_counts[block] += 1
 
-    def release(self, blocks: Sequence[BlockId], owner: Owner, reason: ReleaseReason) -> None:
-        """Give up one reference to each block, in this order; the last owner's release frees it.
+    def release(self, blocks: Sequence[BlockId], owner: Owner, reason: ReleaseReason, group: int = 0) -> None:
+        """Give up one reference to each block of one group, in this order; the last owner's release frees it.
 
         Give the tail of a chain first: it is evicted first, and a prefix without its tail is still worth something.
         """
@@ -203,7 +214,9 @@ class BlockPool:
                 else:
                     self._free.add_cached(block)
         if self._log.active:  # without blocks too: it ends the sequence's empty table
-            self._log.append(BlocksReleased(owner.request, owner.sequence, list(blocks), reason, self.tier))
+            self._log.append(
+                BlocksReleased(owner.request, owner.sequence, list(blocks), reason, self.tier, GROUPS[group])
+            )
 
     def store(
         self,
@@ -244,7 +257,7 @@ class BlockPool:
         self._free.remove_cached(block)
         self._free.add_empty(block)
         if self._log.active:
-            self._log.append(self._evicted_event([block], [content], "unreadable", ""))
+            self._emit_evicted([block], [content], "unreadable", "")
 
     def clear_cache(self) -> int:
         """Forget all content. Used blocks go on and become empty when released.
@@ -285,15 +298,18 @@ class BlockPool:
                 self._index[content] = destination
             self.hashes[source] = None
             self.hashes[destination] = content
-        for column in (self.ref_counts, self.filled_slots, self._allocated_ns, self._released_ns, self._hits):
+        if moves and self._log.active:
+            self._emit_relocated(moves)
+        columns = [self.ref_counts, self.filled_slots, self._allocated_ns, self._released_ns, self._hits]
+        if self.num_groups > 1:
+            columns.append(self.groups)
+        for column in columns:
             for source, destination in moves.items():
                 column[destination] = column[source]
                 column[source] = 0
-        if moves and self._log.active:
-            self._log.append(BlocksRelocated(list(moves), list(moves.values()), self.tier))
         old, new = self.num_blocks, plan.num_blocks
         self._free.resize(old, new, moves)
-        for column in (self.ref_counts, self.filled_slots, self._allocated_ns, self._released_ns, self._hits):
+        for column in columns:
             column[new:] = [0] * max(0, new - old)
         self.hashes[new:] = [None] * max(0, new - old)
         self.num_blocks = new
@@ -308,6 +324,7 @@ class BlockPool:
             ref_counts=list(self.ref_counts),
             hashes=list(self.hashes),
             filled_slots=list(self.filled_slots),
+            block_groups=list(self.groups),
         )
 
     def check_integrity(self) -> None:
@@ -354,13 +371,33 @@ class BlockPool:
         if self._log.active:
             if reason == "pressure" and self.tier == "device":
                 self._remember(hashes)
-            self._log.append(self._evicted_event(blocks, hashes, reason, beneficiary))
+            self._emit_evicted(blocks, hashes, reason, beneficiary)
         if self.on_evict is not None and reason == "pressure":
             self.on_evict(blocks, hashes)
         return blocks
 
-    def _evicted_event(
+    def _emit_evicted(
         self, blocks: list[BlockId], hashes: list[BlockHash], reason: EvictionReason, beneficiary: str
+    ) -> None:
+        """Report evicted blocks, group by group."""
+        if self.num_groups == 1:
+            self._log.append(self._evicted_event(blocks, hashes, reason, beneficiary))
+            return
+        by_group: dict[int, tuple[list[BlockId], list[BlockHash]]] = {}
+        for block, content in zip(blocks, hashes, strict=True):
+            some_blocks, some_hashes = by_group.setdefault(self.groups[block], ([], []))
+            some_blocks.append(block)
+            some_hashes.append(content)
+        for group, evicted in by_group.items():
+            self._log.append(self._evicted_event(*evicted, reason, beneficiary, group))
+
+    def _evicted_event(
+        self,
+        blocks: list[BlockId],
+        hashes: list[BlockHash],
+        reason: EvictionReason,
+        beneficiary: str,
+        group: int = 0,
     ) -> BlocksEvicted:
         now, allocated, released, hits = self._log.now_ns, self._allocated_ns, self._released_ns, self._hits
         return BlocksEvicted(
@@ -372,7 +409,16 @@ class BlockPool:
             reason,
             beneficiary,
             self.tier,
+            GROUPS[group],
         )
+
+    def _emit_relocated(self, moves: dict[BlockId, BlockId]) -> None:
+        """Report blocks that move, group by group; their groups are still those of the places that they leave."""
+        by_group: dict[int, dict[BlockId, BlockId]] = {}
+        for source, destination in moves.items():
+            by_group.setdefault(self.groups[source] if self.groups else 0, {})[source] = destination
+        for group, some in by_group.items():
+            self._log.append(BlocksRelocated(list(some), list(some.values()), self.tier, GROUPS[group]))
 
     def _remember(self, hashes: Sequence[BlockHash]) -> None:
         """Note evictions for want of room. Two sets in turn cost less than to forget the oldest one by one."""
@@ -406,5 +452,6 @@ class BlockPool:
                 sequence=source.owner.sequence,
                 first_index=source.first_index + first,
                 token_ids=source.token_ids and source.token_ids[first : first + len(blocks)],
+                group=GROUPS[source.group],
             )
         )

@@ -1,14 +1,14 @@
 """Who may start or resume, and why the others wait."""
 
 from collections import Counter
-from itertools import takewhile
 
 from kvwatch.telemetry.events import WaitReasonsChanged
 from kvwatch.telemetry.log import EventLog
-from kvwatch_engine.contracts.block import BlockHash, BlockId
+from kvwatch_engine.contracts.block import BlockHash
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.tiers import TierHit, Tiers, TransferKind
 from kvwatch_engine.memory.block_manager import BlockManager
+from kvwatch_engine.memory.prefix import Prefix
 from kvwatch_engine.scheduling.cost_model import CostModel
 from kvwatch_engine.scheduling.lifecycle import Lifecycle
 from kvwatch_engine.scheduling.policy import TokenBudget, WatermarkAdmission
@@ -100,7 +100,7 @@ class Admission:
             assert self._tiers is not None, "only tiers hold what is swapped"
             needed = self._tiers.num_blocks_to_restore(request.request_id)
         else:
-            needed = self._manager.blocks_for(self._num_tokens_at_start(request, 0, budget))
+            needed = self._manager.most_blocks(self._num_tokens_at_start(request, 0, budget))
         return WaitReason.BLOCKS if needed > available else None
 
     def _obstacle(self, request: Request, budget: TokenBudget, num_sequences: int) -> WaitReason | None:
@@ -196,9 +196,8 @@ class Admission:
     def _num_further_blocks(self, request: Request) -> int:
         """Return how many blocks the sequences but the first need that had generated tokens before."""
         leader, *followers = request.live_sequences()
-        size = self._manager.block_size
         return sum(
-            self._manager.blocks_for(follower.num_tokens) - request.num_common_tokens(leader, follower) // size
+            self._manager.most_blocks(follower.num_tokens, request.num_common_tokens(leader, follower))
             for follower in followers
             if follower.output_token_ids
         )
@@ -211,7 +210,7 @@ class Admission:
         if is_recomputed:
             self._cost.note_resumed(request.num_tokens_lost, request.num_tokens_to_recompute)
 
-    def _hits(self, request: Request, prefix: list[BlockId], further: list[TierHit]) -> PrefixHits:
+    def _hits(self, request: Request, prefix: Prefix, further: list[TierHit]) -> PrefixHits:
         size = self._manager.block_size
         num_found = len(prefix) + sum(len(hit.hashes) for hit in further)
         is_new = request.preempted_ns is None
@@ -225,11 +224,11 @@ class Admission:
         """Return how many more tokens of the prompt than `num_hits` blocks would have hit, had none been evicted."""
         if not self._manager.enable_prefix_cache:
             return 0
-        size, pool = self._manager.block_size, self._manager.pool
+        size = self._manager.block_size
         leader = request.live_sequences()[0]
         can_hit = (request.num_prompt_tokens - 1) // size
-        missed = leader.chain.upto(can_hit, leader.tokens)[num_hits:can_hit]
-        return size * sum(1 for _ in takewhile(pool.would_have_hit, missed))
+        hashes = leader.chain.upto(can_hit, leader.tokens)[:can_hit]
+        return size * self._manager.num_blocks_regretted(hashes, num_hits)
 
     def _note_restored(self, request: Request, num_good_blocks: int) -> None:
         """Count only what really arrived of what was found."""

@@ -1,23 +1,35 @@
 """What a request must be to be let in: valid, and possible in this engine. Any thread."""
 
+from bisect import bisect_right
+
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.settings import EngineSettings
-from kvwatch_engine.scheduling.policy import worst_case_blocks
+from kvwatch_engine.scheduling.policy import most_blocks
 
 
 def max_model_len(settings: EngineSettings) -> int:
     """Return the longest possible sequence in tokens: min(model, pool)."""
-    return min(settings.max_model_len, (settings.num_blocks - 1) * settings.block_size)
+    capacity = settings.num_blocks - 1
+    if settings.windows == (None,):
+        return min(settings.max_model_len, capacity * settings.block_size)
+    lengths = range(1, settings.max_model_len + 1)  # the last token is counted: a block more at most
+    return bisect_right(lengths, capacity, key=lambda length: most_blocks(settings, length, 1, 1))
 
 
 def max_new_tokens(num_prompt_tokens: int, num_sequences: int, settings: EngineSettings) -> int:
     """Return the largest `max_tokens` with which such a request can run; below 1 when it cannot run at all."""
     size, capacity = settings.block_size, settings.num_blocks - 1
+    longest = max_model_len(settings) - num_prompt_tokens
+    if settings.windows != (None,):
+        answers = range(1, max(0, longest) + 1)
+        return bisect_right(
+            answers, capacity, key=lambda answer: most_blocks(settings, num_prompt_tokens, answer, num_sequences)
+        )
     full_prompt_blocks = num_prompt_tokens // size
     blocks_each = full_prompt_blocks + (capacity - full_prompt_blocks) // num_sequences
-    return min(max_model_len(settings) - num_prompt_tokens, blocks_each * size - num_prompt_tokens + 1)
+    return min(longest, blocks_each * size - num_prompt_tokens + 1)
 
 
 def check_valid(request: GenerationRequest, settings: EngineSettings) -> None:
@@ -92,7 +104,7 @@ def check_length(request: GenerationRequest, settings: EngineSettings) -> None:
             code="context_length_exceeded",
         )
     name, capacity = _name_of_number(request.sampling), settings.num_blocks - 1
-    needed = worst_case_blocks(num_prompt_tokens, max_tokens, n, settings.block_size)
+    needed = most_blocks(settings, num_prompt_tokens, max_tokens, n)
     if needed > capacity:
         raise RequestInvalid(
             f"{n} sequences of up to {total} tokens may need {needed} blocks, but the pool has {capacity}; "

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvwatch_engine.contracts.settings import EngineSettings
+from kvwatch_engine.memory.group_tables import most_window_blocks
 from kvwatch_engine.scheduling.request import Sequence
 
 NS_PER_SECOND = 1_000_000_000
@@ -88,8 +89,20 @@ class WatermarkAdmission:
         return num_free if is_idle else max(0, num_free - self.watermark_blocks)
 
 
+def most_blocks(settings: EngineSettings, num_prompt_tokens: int, max_tokens: int, num_sequences: int) -> int:
+    """Return the most blocks that a request can ever hold at once, over all KV groups."""
+    size = settings.block_size
+    everything = worst_case_blocks(num_prompt_tokens, max_tokens, num_sequences, size)
+    return sum(
+        everything
+        if window is None
+        else min(everything, num_sequences * most_window_blocks(window, settings.max_chunk, size))
+        for window in settings.windows
+    )
+
+
 def worst_case_blocks(num_prompt_tokens: int, max_tokens: int, num_sequences: int, block_size: int) -> int:
-    """Return the most blocks that a request can ever hold at once.
+    """Return the most blocks that a request can ever hold at once in a KV group with full attention.
 
     Its sequences, beams or not, share the full blocks of the prompt; the rest each holds alone, of beams at worst. The
     newest token of a sequence is not stored, since nothing follows it that could look back at it. Before the last owner

@@ -65,6 +65,8 @@ class Results:
             self._manager.store_full(sequence.owner, sequence.chain, chunk.end, sequence.tokens)
             if not request.has_forked:
                 lifecycle.fork_followers(request)
+            if self._manager.has_windows:  # after the fork: whoever goes on at the end of the prompt sees more
+                self._manager.pass_windows(sequence.owner, chunk.end)
             if request.resumed_ns is not None:
                 lifecycle.note_recovered(request)
         applied = AppliedStep()

@@ -63,6 +63,7 @@ class Scheduler:
     def adopt(self, settings: EngineSettings) -> None:
         """Follow these settings from the next step on."""
         self._settings = settings
+        self._manager.max_chunk = settings.max_chunk
         for part in (self.admission, self._preemption, self._results):
             part.settings = settings
 
@@ -169,11 +170,11 @@ class Scheduler:
         if num_tokens == 0:
             return
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
-        num_blocks_before = len(self._manager.table(sequence.owner))
+        num_held_before = self._manager.num_held(sequence.owner)
         copies = self._take_blocks(sequence, start, end, budget, chunks)
         if copies is None:
             return
-        if copies or len(self._manager.table(sequence.owner)) != num_blocks_before:
+        if copies or self._manager.num_held(sequence.owner) != num_held_before:
             self.lifecycle.note_blocks(request)
         budget.remaining -= num_tokens
         chunks[sequence] = Chunk(sequence, start, end, copies)
@@ -274,8 +275,8 @@ class Scheduler:
         for chunk in scheduled.chunks:
             if chunk.sequence.request.state is not RequestState.RUNNING:
                 continue
-            table = self._manager.table(chunk.sequence.owner)
-            for index in range(chunk.start // size, (chunk.end - 1) // size + 1):
-                filled[table[index]] = max(0, chunk.start - index * size)
-                taken_back[table[index]] = filled[table[index]]
+            first, last = chunk.start // size, (chunk.end - 1) // size
+            for group in self._manager.groups:
+                for index, block in enumerate(group.tables[chunk.sequence.owner][first : last + 1], first):
+                    taken_back[block] = filled[block] = max(0, chunk.start - index * size)
         return taken_back

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvwatch_engine.contracts.adapter import AdapterSpan
-from kvwatch_engine.contracts.step import SampleRow, StepInput
+from kvwatch_engine.contracts.step import GroupBlocks, SampleRow, StepInput
 from kvwatch_engine.memory.block_manager import BlockCopy, BlockManager
+from kvwatch_engine.memory.group_tables import GroupTables
 from kvwatch_engine.scheduling.request import Sequence
 
 
@@ -38,42 +39,38 @@ def build_step(
 ) -> ScheduledStep:
     """Pack chunks into one step and note which blocks it writes to; those of one LoRA adapter lie side by side."""
     chunks = _grouped_by_adapter(chunks)
-    size = manager.block_size
     token_ids: list[int] = []
     query_starts = [0]
-    tables: list[list[int]] = []
     written: list[int] = []
     sampled: list[Sequence] = []
     sample_indices: list[int] = []
     positions: list[int] = []
-    slots: list[int] = []
     for chunk in chunks:
         sequence, start, end = chunk.sequence, chunk.start, chunk.end
-        table: list[int] = manager.table(sequence.owner)  # type: ignore[assignment]
         token_ids += sequence.tokens(start, end)
         positions += range(start, end)
-        slots += [table[position // size] * size + position % size for position in range(start, end)]
         query_starts.append(len(token_ids))
-        tables.append(table)
         written += manager.record_written(sequence.owner, start, end)
         if end == sequence.num_tokens:
             rows = _sequences_to_sample(sequence)
             sampled += rows
             sample_indices += [len(token_ids) - 1] * len(rows)
     copies = [copy for chunk in chunks for copy in chunk.copies]
+    first, *further = (_group_blocks(chunks, group) for group in manager.groups)
     step_input = StepInput(
         step=step,
         token_ids=np.array(token_ids, dtype=np.int64),
         positions=np.array(positions, dtype=np.int64),
-        slot_mapping=np.array(slots, dtype=np.int64),
+        slot_mapping=first.slot_mapping,
         query_starts=np.array(query_starts, dtype=np.int32),
         context_lens=np.array([chunk.end for chunk in chunks], dtype=np.int32),
-        block_tables=_pad_tables(tables, [manager.blocks_for(chunk.end) for chunk in chunks]),
+        block_tables=first.block_tables,
         copy_sources=np.array([copy.source for copy in copies], dtype=np.int64),
         copy_destinations=np.array([copy.destination for copy in copies], dtype=np.int64),
         sample_rows=tuple(_sample_row(sequence, eos_token_ids) for sequence in sampled),
         sample_indices=np.array(sample_indices, dtype=np.int64),
         adapters=_adapter_spans(chunks, query_starts),
+        further_groups=tuple(further),
     )
     num_recomputed = sum(max(0, min(chunk.end, chunk.sequence.num_lost) - chunk.start) for chunk in chunks)
     return ScheduledStep(step_input, tuple(chunks), tuple(sampled), written, num_recomputed)
@@ -98,6 +95,19 @@ def _adapter_spans(chunks: ReadOnlySequence[Chunk], query_starts: list[int]) -> 
         start = spans.pop().start if spans and spans[-1].load_id == load_id else query_starts[index]
         spans.append(AdapterSpan(load_id, start, query_starts[index + 1]))
     return tuple(spans)
+
+
+def _group_blocks(chunks: ReadOnlySequence[Chunk], group: GroupTables) -> GroupBlocks:
+    """Return where the chunks' tokens lie in one KV group, and what they can see there."""
+    size = group.block_size
+    slots: list[int] = []
+    padded = np.zeros((len(chunks), -(-max(chunk.end for chunk in chunks) // size)), dtype=np.int32)
+    for row, chunk in enumerate(chunks):
+        table = group.tables[chunk.sequence.owner]
+        slots += [table[position // size] * size + position % size for position in range(chunk.start, chunk.end)]
+        num_blocks = -(-chunk.end // size)
+        padded[row, :num_blocks] = table[:num_blocks]
+    return GroupBlocks(slot_mapping=np.array(slots, dtype=np.int64), block_tables=padded)
 
 
 def _sequences_to_sample(sequence: Sequence) -> list[Sequence]:
@@ -125,11 +135,3 @@ def _sample_row(sequence: Sequence, eos_token_ids: tuple[int, ...]) -> SampleRow
         forbidden_token_ids=forbidden,
         num_candidates=0 if sequence.request.search is None else sequence.request.search.num_candidates,
     )
-
-
-def _pad_tables(tables: list[list[int]], num_blocks: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    """Return i32[num_seqs, max_blocks]: the blocks that a step may read, padded with the null block."""
-    padded = np.zeros((len(tables), max(num_blocks)), dtype=np.int32)
-    for row, (table, count) in enumerate(zip(tables, num_blocks, strict=True)):
-        padded[row, :count] = table[:count]
-    return padded

@@ -19,8 +19,11 @@ from kvwatch.wire.kv_events import (
     WireHash,
 )
 
-SPEC_KINDS = {0: "full_attention"}
-"""What the wire calls the attention of each KV group that exists."""
+FULL, SLIDING = "full_attention", "sliding_window"
+"""What the wire calls the attention of a KV group."""
+
+SPEC_KINDS = {0: FULL}
+"""Attention of the groups of an engine that says nothing of it."""
 
 
 class Key(NamedTuple):
@@ -42,6 +45,10 @@ class Content(msgspec.Struct, frozen=True, gc=False):
     """Its tokens, packed; empty where they are not known."""
     lora_name: str | None = None
     extra_keys: tuple[ExtraKey, ...] = ()
+    kind: str | None = None
+    """Attention of its KV group, if the engine says it."""
+    window: int | None = None
+    """Tokens that a query of its group sees; none sees all."""
 
     @property
     def is_known(self) -> bool:
@@ -169,7 +176,8 @@ def stored_event(keys: Sequence[Key], contents: Sequence[Content]) -> BlockStore
         lora_name=first.lora_name,
         extra_keys=[list(content.extra_keys) or None for content in contents] if has_extra_keys else None,
         group_idx=place.group,
-        kv_cache_spec_kind=SPEC_KINDS.get(place.group),
+        kv_cache_spec_kind=first.kind or SPEC_KINDS.get(place.group),
+        kv_cache_spec_sliding_window=first.window,
     )
 
 

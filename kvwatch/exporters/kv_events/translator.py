@@ -5,10 +5,19 @@ a hash that two blocks hold is told once, and removed when the last of them has 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from kvwatch.exporters.kv_events.foreign import ForeignTranslator
-from kvwatch.exporters.kv_events.residency import Content, Key, Residency, packed, removed_events, stored_event
+from kvwatch.exporters.kv_events.residency import (
+    FULL,
+    SLIDING,
+    Content,
+    Key,
+    Residency,
+    packed,
+    removed_events,
+    stored_event,
+)
 from kvwatch.telemetry.events import (
     BlocksEvicted,
     BlocksRelocated,
@@ -18,6 +27,7 @@ from kvwatch.telemetry.events import (
     RequestFinished,
     RequestQueued,
 )
+from kvwatch.telemetry.events.block import GROUPS
 from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import EngineSnapshot
 from kvwatch.wire.kv_events import AllBlocksCleared, WireEvent, WireHash, int_hash
@@ -32,6 +42,13 @@ MAX_BLOCKS_PER_EVENT = 512
 
 Place = tuple[str, str, int]
 """Tier, group, block id."""
+
+
+class Spec(TypedDict):
+    """Attention of a KV group, as `Content` names it."""
+
+    kind: str
+    window: int | None
 
 
 def foreign_translator(hash_kind: HashKind, block_size: Callable[[], int]) -> ForeignTranslator:
@@ -56,6 +73,8 @@ class Translator:
         self._num_holders: dict[Key, int] = {}
         self._origins: dict[str, tuple[str, str]] = {}
         """Adapter and digest of the salt of each live request that has one of them."""
+        self._windows: dict[str, int | None] = {}
+        """Window of each KV group; empty while there is only one, with full attention."""
         self._block_size = 0
         self.residency = Residency()
         """What a reader of everything published knows to be resident."""
@@ -79,13 +98,14 @@ class Translator:
         self.residency = Residency()
         self._held.clear()
         self._num_holders.clear()
-        unknown = Content(self._block_size)
+        self._windows = {each.group: each.sliding_window for each in snapshot.groups}
         for tier in snapshot.tiers:
             for block, digest in enumerate(tier.hashes):
                 if digest is not None:
-                    key = self._key(tier.tier, "0", digest)
-                    self._hold((tier.tier, "0", block), key)
-                    self.residency.add(key, before.get(key) or unknown)
+                    group = GROUPS[tier.block_groups[block]] if tier.block_groups else GROUPS[0]
+                    key = self._key(tier.tier, group, digest)
+                    self._hold((tier.tier, group, block), key)
+                    self.residency.add(key, before.get(key) or Content(self._block_size, **self._spec(group)))
         live = {request.request for request in snapshot.requests}
         self._origins = {request: origin for request, origin in self._origins.items() if request in live}
         return [AllBlocksCleared(), *self.residency.events(MAX_BLOCKS_PER_EVENT)]
@@ -167,7 +187,11 @@ class Translator:
         adapter, salt = self._origins.get(event.request, ("", ""))
         is_first = event.first_index + index == 0  # a salt marks the first block, as in vLLM: the others follow from it
         keys = tuple(filter(None, (adapter, salt if is_first else "")))
-        return Content(self._block_size, parent, tokens, adapter or None, keys)
+        return Content(self._block_size, parent, tokens, adapter or None, keys, **self._spec(event.group))
+
+    def _spec(self, group: str) -> Spec:
+        window = self._windows.get(group)
+        return Spec(kind=FULL if window is None else SLIDING, window=window)
 
     def _remove(self, keys: list[Key]) -> list[WireEvent]:
         for key in keys:

@@ -4,7 +4,7 @@ From these alone (and `StepScheduled` for filled slots) a ledger rebuilds the po
 block table contains it, else *cached* when it still has a hash, else *empty*. Numbers 10 to 29.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from kvwatch.telemetry import metrics
 from kvwatch.telemetry.schema import Event, each_of, event, identity, label, size_of, value
@@ -14,7 +14,10 @@ NS = 1e-9
 Tier = Literal["device", "host", "disk", "external"]
 """Where blocks lie: with the model, in the machine's memory, in its disk folder, or somewhere that others share."""
 
-Group = Literal["0"]
+Group = Literal["0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15"]
+"""KV groups by number: layers of one kind of attention, which have block tables of their own over the common pool."""
+
+GROUPS: tuple[Group, ...] = get_args(Group)
 AllocationReason = Literal["prefill", "decode", "cow", "restore", "swap", "offload"]
 ReleaseReason = Literal[
     "finished", "aborted", "preempted", "cow", "window", "truncated", "restored", "offloaded"

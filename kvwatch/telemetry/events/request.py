@@ -2,6 +2,8 @@
 
 from typing import Annotated, Literal
 
+import msgspec
+
 from kvwatch.telemetry import metrics
 from kvwatch.telemetry.schema import Event, amount_of, event, identity, instant, label, value
 
@@ -144,12 +146,15 @@ class RequestResumed(Event):
 
 @event(46, "request.forked", "A sequence began as a copy of another: its block table refers to the same blocks.")
 class SequenceForked(Event):
-    """Reference counts of the first `num_blocks` blocks of the parent's table rose by one."""
+    """Reference counts of the first `num_blocks` blocks of the parent's table rose by one, in each KV group."""
 
     request: Annotated[str, identity(1, "Request id.")]
     parent: Annotated[int, identity(2, "Sequence that was copied.")]
     child: Annotated[int, identity(3, "Sequence that begins.")]
-    num_blocks: Annotated[int, value(4, "Blocks now shared.", "blocks")]
+    num_blocks: Annotated[int, value(4, "Blocks now shared; of the first KV group if there are several.", "blocks")]
+    further_blocks: Annotated[list[int], value(5, "Blocks now shared in each further KV group.", "blocks")] = (
+        msgspec.field(default_factory=list)
+    )
 
 
 @event(

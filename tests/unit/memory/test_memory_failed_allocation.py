@@ -6,6 +6,7 @@ from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.block import BlockHash
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import Owner, StoredRun
+from kvwatch_engine.memory.prefix import Prefix
 
 A, B, FORK = Owner("a", 0), Owner("b", 0), Owner("a", 1)
 
@@ -25,9 +26,9 @@ def refuse(manager: BlockManager, number: int) -> None:
 
 def test_a_prefix_hit_is_given_back() -> None:
     manager, ledger = followed_manager(8)
-    assert manager.open(A, [], 8)
+    assert manager.open(A, Prefix(), 8)
     manager.pool.store(manager.table(A), [BlockHash(b"1" * 32), BlockHash(b"2" * 32)], None, StoredRun(A, 0))
-    prefix = list(manager.table(A))
+    prefix = Prefix((list(manager.table(A)),))
     manager.release(A, "finished")
     refuse(manager, 1)
 
@@ -44,7 +45,7 @@ def test_blocks_for_copies_are_given_back_when_the_table_cannot_grow() -> None:
     """A write that begins in a shared block and ends in a new one takes both, or neither."""
     for number in (1, 2):
         manager, ledger = followed_manager(8)
-        assert manager.open(A, [], 6)
+        assert manager.open(A, Prefix(), 6)
         emit_written(manager.pool._log, manager, "a", manager.record_written(A, 0, 6))
         manager.fork(A, FORK, 6)
         table = list(manager.table(FORK))

@@ -13,6 +13,7 @@ from kvwatch_engine.contracts.cache import KVCacheSpec
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import Owner, StoredRun
 from kvwatch_engine.memory.kv_cache import KVCache
+from kvwatch_engine.memory.prefix import Prefix
 from kvwatch_engine.memory.relocation import plan_relocation
 from kvwatch_engine.model.loader import load_model
 from kvwatch_engine.model.runner import ModelRunner
@@ -57,10 +58,10 @@ def test_a_larger_pool_moves_nothing() -> None:
 def cached_and_used(manager: BlockManager) -> tuple[list[BlockId], list[BlockHash]]:
     """Let `a` come and go, leaving four cached blocks, and `b` hold the two behind them."""
     pool = manager.pool
-    assert manager.open(A, [], 16)
+    assert manager.open(A, Prefix(), 16)
     hashes = [BlockHash(bytes([i]) * 32) for i in range(4)]
     pool.store(manager.table(A), hashes, None, StoredRun(A, 0))
-    assert manager.open(B, [], 8)
+    assert manager.open(B, Prefix(), 8)
     manager.release(A, "finished")
     return list(manager.table(B)), hashes
 

@@ -21,6 +21,7 @@ from kvwatch.telemetry.events import (
 )
 from kvwatch_engine.contracts.tiers import TransferKind, TransferOutcome
 from kvwatch_engine.memory.block_pool import Owner, StoredRun
+from kvwatch_engine.memory.prefix import Prefix
 from kvwatch_engine.memory.tiers.levels import FAILURES_BEFORE_PAUSE
 from kvwatch_engine.memory.tiers.staging import StagingRing
 from kvwatch_engine.memory.tiers.stores import plain_memory
@@ -31,7 +32,7 @@ TOKENS = list(range(6 * BLOCK_SIZE))
 
 def compute(stage: TierStage, owner: Owner, tokens: list[int]) -> None:
     """Give a sequence blocks, write what it holds, and let its full blocks be found."""
-    assert stage.manager.open(owner, [], len(tokens))
+    assert stage.manager.open(owner, Prefix(), len(tokens))
     stage.manager.record_written(owner, 0, len(tokens))
     table, hashes = stage.manager.table(owner), hashes_of(tokens)
     for index, block in enumerate(table):
@@ -50,7 +51,7 @@ def fill(stage: TierStage, tokens: list[int] = TOKENS, name: str = "filler") -> 
     stage.manager.release(Owner(name, 0), "finished")
     owners = [Owner(f"{name}-{number}", 0) for number in range(stage.manager.pool.capacity)]
     for owner in owners:
-        assert stage.manager.open(owner, [], 1)
+        assert stage.manager.open(owner, Prefix(), 1)
         settle(stage)
     for owner in owners:
         stage.manager.release(owner, "finished")
@@ -201,7 +202,7 @@ def test_an_evicted_prefix_comes_back_from_the_host() -> None:
     stage.memory[:] = 0
     hits = stage.tiers.find(hashes_of(TOKENS))
     assert [(hit.tier, len(hit.hashes)) for hit in hits] == [("host", 6)]
-    assert stage.manager.open(A, [], len(TOKENS))
+    assert stage.manager.open(A, Prefix(), len(TOKENS))
 
     stage.tiers.begin_restore("a", 0, 0, hits)
 
@@ -220,7 +221,7 @@ def test_bytes_are_saved_before_the_place_is_written_to() -> None:
     settle(stage)
     stage.manager.release(B, "finished")
     hits = stage.tiers.find(hashes_of(TOKENS))
-    assert stage.manager.open(A, [], len(TOKENS))
+    assert stage.manager.open(A, Prefix(), len(TOKENS))
     stage.tiers.begin_restore("a", 0, 0, hits)
     (outcome,) = settle(stage)
     assert outcome.num_blocks == 6
@@ -236,7 +237,7 @@ def test_a_restore_over_host_and_disk_ends_before_a_damaged_file(tmp_path: Path)
     assert [(hit.tier, len(hit.hashes)) for hit in hits] == [("host", 3), ("disk", 3)]
     (path,) = tmp_path.glob(f"blocks/*/{hashes[4].hex()}.kvb")
     path.write_bytes(path.read_bytes()[:-1] + b"!")
-    assert stage.manager.open(A, [], len(TOKENS))
+    assert stage.manager.open(A, Prefix(), len(TOKENS))
     stage.tiers.begin_restore("a", 0, 0, hits)
 
     assert settle(stage) == [TransferOutcome("a", TransferKind.RESTORE, 4, "corrupt")]
@@ -252,7 +253,7 @@ def test_what_a_hit_found_stays_though_making_room_pushes_other_blocks_into_a_fu
     stage.manager.release(B, "finished")
     hits = stage.tiers.find(hashes_of(TOKENS))
     stage.tiers.claim("a", 0, hits)
-    assert stage.manager.open(A, [], len(TOKENS)), "which evicts what is cached on the device"
+    assert stage.manager.open(A, Prefix(), len(TOKENS)), "which evicts what is cached on the device"
     stage.tiers.begin_restore("a", 0, 0, hits)
 
     assert settle(stage) == [TransferOutcome("a", TransferKind.RESTORE, 6)]
@@ -280,7 +281,7 @@ def test_a_late_restore_writes_only_to_blocks_that_nobody_uses() -> None:
     fill(stage)
     hits = stage.tiers.find(hashes_of(TOKENS))
     stage.tiers.claim("a", 0, hits)
-    assert stage.manager.open(A, [], len(TOKENS))
+    assert stage.manager.open(A, Prefix(), len(TOKENS))
     old = list(stage.manager.table(A))
     stage.tiers.begin_restore("a", 0, 0, hits)
     stage.clock.advance(2)
@@ -303,7 +304,7 @@ def test_a_restore_that_was_never_told_is_dropped_with_its_table() -> None:
     fill(stage)
     hits = stage.tiers.find(hashes_of(TOKENS))
     stage.tiers.clear()
-    assert stage.manager.open(A, [], len(TOKENS))
+    assert stage.manager.open(A, Prefix(), len(TOKENS))
     stage.tiers.begin_restore("a", 0, 0, hits)
     stage.tiers.drop("a")
     assert settle(stage) == []

@@ -232,7 +232,7 @@ def test_a_ledger_violation_is_written_out(tmp_path: Path) -> None:
     stage.run(20)
     stage.part.poll()
     assert dumps(tmp_path) == []
-    stage.mirror.ledger.pool("device").num_cached += 1
+    stage.mirror.ledger.pool("device").group("0").num_cached += 1
     stage.run(5)
     assert stage.mirror.num_violations > 0
 

@@ -418,6 +418,9 @@ TIER = {"tier": "device", "num_blocks": 3, "ref_counts": [0] * 3, "hashes": [Non
         {"tiers": [TIER | {"tier": "moon"}]},
         {"tiers": [TIER | {"num_blocks": 10**12}]},
         {"tiers": [TIER | {"ref_counts": [2**60] * 3}]},
+        {"tiers": [TIER | {"block_groups": [0]}]},
+        {"tiers": [TIER | {"block_groups": [0, 99, -1]}]},
+        {"groups": [{"group": "left", "num_layers": 1}]},
         {"requests": [{"request": "r", "state": "dancing", "queued_ns": 0}]},
     ],
 )

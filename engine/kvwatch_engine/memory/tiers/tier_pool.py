@@ -32,22 +32,22 @@ class TierPool(BlockPool):
         """Files in the tier's folder that were of no use when it was opened, by why."""
         self._held: dict[Owner, list[BlockId]] = {}
 
-    def allocate(self, count: int, owner: Owner, reason: AllocationReason) -> list[BlockId] | None:
+    def allocate(self, count: int, owner: Owner, reason: AllocationReason, group: int = 0) -> list[BlockId] | None:
         """Take blocks, see `BlockPool.allocate`."""
-        blocks = super().allocate(count, owner, reason)
+        blocks = super().allocate(count, owner, reason, group)
         if blocks:
             self._held.setdefault(owner, []).extend(blocks)
         return blocks
 
-    def reuse(self, blocks: Sequence[BlockId], owner: Owner) -> None:
+    def reuse(self, blocks: Sequence[BlockId], owner: Owner, group: int = 0) -> None:
         """Hold blocks that are about to be read, see `BlockPool.reuse`."""
-        super().reuse(blocks, owner)
+        super().reuse(blocks, owner, group)
         self._held.setdefault(owner, []).extend(blocks)
 
-    def release(self, blocks: Sequence[BlockId], owner: Owner, reason: ReleaseReason) -> None:
+    def release(self, blocks: Sequence[BlockId], owner: Owner, reason: ReleaseReason, group: int = 0) -> None:
         """Give blocks up, see `BlockPool.release`."""
         blocks = list(blocks)
-        super().release(blocks, owner, reason)
+        super().release(blocks, owner, reason, group)
         held = self._held.get(owner, [])
         if held[: -len(blocks) - 1 : -1] == blocks:  # all of it, or what was taken last: nearly always
             del held[len(held) - len(blocks) :]
