@@ -17,6 +17,7 @@ from typing import Any, Literal, TextIO
 import structlog
 from structlog.typing import Processor, WrappedLogger
 
+from kvwatch.control import SettingValue
 from kvwatch.errors import ConfigError
 
 LogFormat = Literal["console", "json"]
@@ -74,6 +75,18 @@ def configure_logs(
         library.handlers.clear()
         library.propagate = True
         library.setLevel("WARNING")
+
+
+class LogLevel:
+    """The level of all logs as a setting that can change while the process runs. Any thread."""
+
+    def get(self) -> SettingValue:
+        """Return the least severe level that is shown."""
+        return logging.getLevelName(logging.getLogger().level).lower()
+
+    def set(self, value: SettingValue) -> None:
+        """Show lines from this level on, one of `LEVELS`."""
+        logging.getLogger().setLevel(str(value).upper())
 
 
 @contextmanager

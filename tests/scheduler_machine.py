@@ -271,7 +271,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if kind == "reset":
             self.core.manager.pool.clear_cache()
         elif kind == "pause":
-            self.core.scheduler.admission.is_paused = bool(pick % 2)
+            pause = self.core.scheduler.admission.pause
+            pause.begin(pick % 7 * 0.1, "test", "") if pick % 2 else pause.end("test", "")
         elif kind == "fail a step":
             self.fail([RuntimeError("made to fail")], late=bool(pick % 2))
         elif kind == "run out of memory":
@@ -384,7 +385,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
-        self.core.scheduler.admission.is_paused = False
+        self.core.scheduler.admission.pause.end("test", "")
         for _ in range(5000):
             if not self.core.has_work:
                 break

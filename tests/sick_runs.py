@@ -104,7 +104,7 @@ class Patient:
             request = make_request(name, next(self._prompts), max_tokens=self._load.max_tokens, ignore_eos=True)
             self.core.add(request, self.clock.monotonic_ns())
         self.core.step()
-        if self.core.scheduler.admission.is_paused or not self.core.has_work:
+        if self.core.scheduler.admission.pause.is_active or not self.core.has_work:
             self.clock.advance(0.005)  # nobody computes: time passes all the same
         if self.is_drained:
             self.drain()
@@ -205,7 +205,7 @@ def leak() -> Looks:
 def admission_paused() -> Looks:
     patient = Patient(Load(), watermark_blocks=16)
     patient.run(20)
-    patient.core.scheduler.admission.is_paused = True
+    patient.core.scheduler.admission.pause.begin(3600.0, "test", "")
     return patient.observe()
 
 

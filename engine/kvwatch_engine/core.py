@@ -25,7 +25,7 @@ from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.memory.block_hash import HashChain, root_hash, sequence_keys
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import BlockPool
-from kvwatch_engine.resize import PoolResizer, PreparedResize
+from kvwatch_engine.resize import AcceptedRequest, PoolResizer, PreparedResize
 from kvwatch_engine.scheduling.beam_search import BeamSearch
 from kvwatch_engine.scheduling.policy import deadline_of, rank_of
 from kvwatch_engine.scheduling.request import Request
@@ -87,6 +87,8 @@ class EngineCore:
         self.tiers = make_tiers(self.manager) if make_tiers is not None else None
         self.scheduler = Scheduler(settings, self.manager, log, self.tiers)
         self._resizer = PoolResizer(self.manager, memory, log) if memory is not None else None
+        self.config_drift: dict[str, float] = {}
+        """For each setting that can change live: 1 if its live value is not the declared one. Set by who knows both."""
         self._num_steps = 0
         self._num_arrivals = 0
         self._last_step_ns: int | None = None
@@ -105,6 +107,11 @@ class EngineCore:
     def num_steps(self) -> int:
         """Steps done so far."""
         return self._num_steps
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of one block over all layers; 0 if that is not known."""
+        return self._block_bytes
 
     # ------------------------------------------------------------------ requests
 
@@ -165,6 +172,13 @@ class EngineCore:
                 )
             )
 
+    def keep_time(self) -> None:
+        """End what is over although no step is done."""
+        pause = self.scheduler.admission.pause
+        if pause.is_active:
+            self._log.begin(self._num_steps)
+            pause.end_if_over()
+
     def live_request_ids(self) -> list[str]:
         """Return the ids of all requests that have not ended."""
         return [request.request_id for request in self.scheduler.lifecycle.requests()]
@@ -193,10 +207,7 @@ class EngineCore:
         Raises:
             ChangeRefused: something does not fit.
         """
-        if self._resizer is None:
-            raise ChangeRefused("this engine's memory cannot be resized; restart it with another --num-blocks")
-        live: list[GenerationRequest | Request] = [*self.scheduler.lifecycle.requests(), *arriving]
-        return self._resizer.prepare(num_blocks, reason, self.settings, live)
+        return self.resizer.prepare(num_blocks, reason, self.settings, self.accepted(arriving))
 
     def resize(self, prepared: PreparedResize) -> None:
         """Give the pool the number of blocks that was prepared just now.
@@ -204,9 +215,33 @@ class EngineCore:
         Raises:
             ChangeFailed: the memory cannot be had; nothing was changed.
         """
-        assert self._resizer is not None, "it prepared this"
-        self.settings = self._resizer.carry_out(prepared, self.settings)
-        self.scheduler.adopt(self.settings)
+        self.adopt(self.resizer.carry_out(prepared, self.settings))
+
+    def report_refused_resize(self, num_blocks: int, reason: str, error: str) -> None:
+        """Tell that a number of blocks was asked for and refused."""
+        if self._resizer is not None:
+            self._resizer.report_refusal(num_blocks, self.settings, reason, error)
+
+    def adopt(self, settings: EngineSettings) -> None:
+        """Follow these settings from the next step on. Those that the pool depends on have come into force before."""
+        self.settings = settings
+        self.manager.enable_prefix_cache = settings.enable_prefix_cache
+        self.scheduler.adopt(settings)
+
+    @property
+    def resizer(self) -> PoolResizer:
+        """What gives the pool another size.
+
+        Raises:
+            ChangeRefused: the pool's memory is not the engine's to change.
+        """
+        if self._resizer is None:
+            raise ChangeRefused("this engine's memory cannot be resized; restart it with another --num-blocks")
+        return self._resizer
+
+    def accepted(self, arriving: Iterable[GenerationRequest] = ()) -> list[AcceptedRequest]:
+        """Return all requests that were accepted and have not ended: live ones, and those that will be added."""
+        return [*self.scheduler.lifecycle.requests(), *arriving]
 
     # ------------------------------------------------------------------ the step
 
@@ -285,6 +320,7 @@ class EngineCore:
                 for request in self.scheduler.lifecycle.requests()
             ],
             config=settings.numbers(),
+            config_drift=dict(self.config_drift),
             transfers=self.tiers.transfers() if self.tiers is not None else [],
             last_step_ns=self._last_step_ns,
             groups=_group_states(settings),

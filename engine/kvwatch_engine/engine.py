@@ -8,11 +8,9 @@ Commands are carried out between two steps, in order. Everything the core owns i
 what callers read directly (queue lengths, flags) are single integers.
 """
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -23,10 +21,11 @@ from kvwatch.telemetry.events import DrainStarted, EngineEnded
 from kvwatch.telemetry.events.request import RejectionReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot
+from kvwatch_engine.acceptance import Acceptance
 from kvwatch_engine.adapter_desk import AdapterDesk
 from kvwatch_engine.contracts.adapter import LoadId
 from kvwatch_engine.contracts.cache import BlockMemory
-from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid, RequestRejected, rejection_reason
+from kvwatch_engine.contracts.errors import RequestRejected, rejection_reason
 from kvwatch_engine.contracts.request import (
     FinishReason,
     GenerationRequest,
@@ -39,6 +38,7 @@ from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepExecutor
 from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.core import EngineCore
+from kvwatch_engine.inbox import Command, Inbox
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.scheduling import limits
 from kvwatch_engine.stall_watch import LendingExecutor, LogLease, StallWatch
@@ -52,7 +52,6 @@ ENGINE_FAILED = "EngineFailed"
 """Class of the error that ends all requests when the engine itself is defective."""
 
 T = TypeVar("T")
-Command = Callable[[EngineCore], None]
 
 logger = structlog.get_logger(__name__)
 
@@ -63,6 +62,8 @@ def _wake_up(_core: EngineCore) -> None:
 
 class Engine:
     """Serves requests; implements `EngineClient` for the server and `EngineControl` for the observatory.
+
+    `live.LiveEngine` changes it while it serves, through `change`.
 
     Start once, stop once; `stop` is safe without `start` and twice. All other methods may be called from any thread.
     """
@@ -91,7 +92,6 @@ class Engine:
             memory: the blocks' memory; without it the pool cannot be resized.
             make_tiers: makes the tiers behind the device; none without it.
         """
-        self.settings = settings
         self._log = log
         self._listener = listener
         self._lease = LogLease()
@@ -103,16 +103,17 @@ class Engine:
             memory=memory,
             make_tiers=make_tiers,
         )
-        self._block_bytes = block_bytes
         self._memory_bytes = dict(memory_bytes or {})
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name="kvwatch-engine", daemon=True)
         self._is_stopping = threading.Event()
         self._is_draining = False
         self._has_failed = False
-        self._lock = threading.Lock()
-        self._pending: dict[str, GenerationRequest] = {}  # submitted, not yet taken in; under the lock
-        self.adapters = AdapterDesk(self._lock, lambda: self._inbox.put(_wake_up))
+        lock = threading.Lock()
+        self.adapters = AdapterDesk(lock, lambda: self._inbox.put(_wake_up))
+        self._acceptance = Acceptance(
+            settings, self._core.scheduler.lifecycle, lock, lambda request: self.adapters.check(request.load_id)
+        )
         self._progress_ns = log.clock.monotonic_ns()
         self._watch = StallWatch(log, self._lease, settings.stall_seconds, self._stuck_ns, self._queues)
 
@@ -127,16 +128,21 @@ class Engine:
     def stop(self, timeout_seconds: float = 10.0) -> None:
         """Stop the step loop after the current step; live requests end with reason `abort`."""
         self._is_stopping.set()
+        self._acceptance.close()
         self._watch.stop()
         self._inbox.put(_wake_up)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_seconds)
 
+    def before_start(self, make: Callable[[EngineCore], T]) -> T:
+        """Give the core to whoever sets something up; only before the engine is started."""
+        assert self._thread.ident is None, "the core belongs to the engine thread"
+        return make(self._core)
+
     def begin_drain(self, grace_seconds: float) -> None:
         """Refuse new requests from now on; those that were accepted go on. Safe to call twice."""
-        with self._lock:
-            is_first, self._is_draining = not self._is_draining, True
-        if is_first:
+        if self._acceptance.close():
+            self._is_draining = True
             self._inbox.put(lambda _core: self._emit_drain(grace_seconds))
 
     def abort_all(self) -> None:
@@ -146,9 +152,14 @@ class Engine:
     @property
     def num_live_requests(self) -> int:
         """Requests that were accepted and have not ended."""
-        return len(self._pending) + self._core.scheduler.lifecycle.num_live
+        return len(self._acceptance) + self._core.scheduler.lifecycle.num_live
 
     # ------------------------------------------------------------------ EngineClient
+
+    @property
+    def settings(self) -> EngineSettings:
+        """Settings in force."""
+        return self._acceptance.settings
 
     @property
     def max_model_len(self) -> int:
@@ -173,12 +184,7 @@ class Engine:
         """
         queued_ns = self._log.clock.monotonic_ns()
         try:
-            limits.check_valid(request, self.settings)
-            with self._lock:
-                limits.check_length(request, self.settings)  # the pool is not resized meanwhile
-                self.adapters.check(request.load_id)
-                self._check_room(request)
-                self._pending[request.request_id] = request
+            self._acceptance.accept(request)
         except RequestRejected as error:
             self.note_rejection(request.request_id, rejection_reason(error), request.origin, queued_ns)
             raise
@@ -196,6 +202,18 @@ class Engine:
         """End a request whatever its state and free its blocks. Unknown ids are ignored."""
         self._inbox.put(lambda core: self._abort(core, request_id))
 
+    def abort_and_tell(self, request_id: str, timeout_seconds: float) -> bool:
+        """End a request as `abort` does; return whether it was live.
+
+        Raises:
+            ControlError: the engine has stopped, or did not answer in time.
+        """
+        return self.ask(lambda core: self._abort(core, request_id), timeout_seconds)
+
+    def pending_requests(self) -> list[GenerationRequest]:
+        """Return the requests that were accepted and that the engine thread has not taken in yet."""
+        return self._acceptance.pending()
+
     def stop_sequence(self, request_id: str, sequence: int) -> None:
         """End one sequence with reason `stop`; no further output comes for it."""
         self._inbox.put(lambda core: core.stop_sequence(request_id, sequence))
@@ -208,27 +226,12 @@ class Engine:
         Raises:
             ControlError: the engine has stopped, or did not answer in time.
         """
-        snapshot = self._ask(lambda core: core.snapshot(), timeout_seconds)
+        snapshot = self.ask(lambda core: core.snapshot(), timeout_seconds)
+        memory = dict(self._memory_bytes)
+        if "kv" in memory and snapshot.block_bytes:
+            memory["kv"] = snapshot.tiers[0].num_blocks * snapshot.block_bytes
         state = "draining" if self._is_draining else "running"
-        return msgspec.structs.replace(snapshot, engine_state=state, memory_bytes=self._memory_bytes)
-
-    def resize(self, num_blocks: int, *, reason: str = "", timeout_seconds: float = 60.0) -> None:
-        """Give the pool another number of blocks between two steps, while requests run; see `PoolControl`.
-
-        Raises:
-            ChangeRefused: live requests need more blocks than that, now or at worst; nothing was changed.
-            ChangeFailed: there is not enough memory; nothing was changed.
-            ControlError: the engine has stopped, or did not answer in time.
-        """
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            left = max(0.0, deadline - time.monotonic())
-            try:
-                return self._ask(lambda core: self._resize(core, num_blocks, reason), left)
-            except ChangeRefused as error:
-                if not error.is_passing or left == 0.0:
-                    raise
-                time.sleep(_BUSY_POLL_SECONDS)
+        return msgspec.structs.replace(snapshot, engine_state=state, memory_bytes=memory)
 
     def check_integrity(self, timeout_seconds: float = 5.0) -> None:
         """Verify all invariants of pool and tables between two steps.
@@ -237,7 +240,7 @@ class Engine:
             CacheCorruption: with the equation that does not hold.
             ControlError: the engine has stopped, or did not answer in time.
         """
-        self._ask(lambda core: core.check_integrity(), timeout_seconds)
+        self.ask(lambda core: core.check_integrity(), timeout_seconds)
 
     def is_alive(self) -> bool:
         """Whether the step loop makes progress, or has nothing to do."""
@@ -249,6 +252,41 @@ class Engine:
         """Whether new requests are accepted."""
         return self.is_alive() and not self._is_draining and not self._is_stopping.is_set()
 
+    def ask(self, question: Callable[[EngineCore], T], timeout_seconds: float) -> T:
+        """Have something answered on the engine thread, between two steps; what it raises is raised here.
+
+        Raises:
+            ControlError: the engine has stopped, or did not answer in time.
+        """
+        if not self._thread.is_alive():
+            raise ControlError("the engine has stopped and cannot answer; restart the server")
+        return self._inbox.ask(question, timeout_seconds)
+
+    def change(
+        self,
+        prepare: Callable[[EngineCore, Sequence[GenerationRequest]], tuple[EngineSettings, Callable[[], T]]],
+        timeout_seconds: float,
+    ) -> T:
+        """Change the engine between two steps; whoever is accepted meanwhile fits it before and after.
+
+        Args:
+            prepare: finds out whether it is possible. Is given the core and the requests that it does not know yet;
+                returns the settings that are wanted, and what changes the core and its settings.
+            timeout_seconds: how long to wait for an answer, and for what stands against it to pass.
+
+        Raises:
+            ControlError: the engine has stopped, or did not answer in time; or whatever `prepare` says.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                return self.ask(lambda core: self._change(core, prepare), left)
+            except ChangeRefused as error:
+                if not error.is_passing or left == 0.0:
+                    raise
+                time.sleep(_BUSY_POLL_SECONDS)
+
     # ------------------------------------------------------------------ engine thread
 
     def _run(self) -> None:
@@ -256,6 +294,8 @@ class Engine:
         try:
             while not self._is_stopping.is_set():
                 self._carry_out_commands(wait_seconds=0 if self._core.has_work else _IDLE_POLL_SECONDS)
+                if not self._core.has_work:
+                    self._core.keep_time()
                 if self._core.has_work and not self._is_stopping.is_set():
                     self._step()
                 if self.adapters.has_retired:
@@ -297,46 +337,41 @@ class Engine:
         """Carry out all commands in the inbox, waiting for the first one so long."""
         if not self._core.has_work or self._core.scheduler.is_on_hold:
             self._progress_ns = self._log.clock.monotonic_ns()
-        try:
-            command = self._await_command(wait_seconds) if wait_seconds else self._inbox.get_nowait()
+        command = self._await_command(wait_seconds) if wait_seconds else self._inbox.next()
+        if command is not None:
             self._log.begin(self._core.num_steps)
-            while True:
-                command(self._core)
-                command = self._inbox.get_nowait()
-        except queue.Empty:
-            return
+            self._inbox.carry_out(self._core, command)
 
-    def _await_command(self, seconds: float) -> Command:
+    def _await_command(self, seconds: float) -> Command | None:
         self._lease.give()  # with requests that nothing can be done for, this is where an engine is stuck
         try:
-            return self._inbox.get(timeout=seconds)
+            return self._inbox.next(seconds)
         finally:
             self._lease.take()
 
     def _take_in(self, core: EngineCore, request: GenerationRequest, queued_ns: int) -> None:
         core.add(request, queued_ns)
-        with self._lock:
-            self._pending.pop(request.request_id, None)
+        self._acceptance.take(request.request_id)
 
     def _load_ids(self) -> set[LoadId | None]:
-        return {request.load_id for request in self._pending.values()} | self._core.load_ids()
+        return self._acceptance.load_ids() | self._core.load_ids()
 
-    def _abort(self, core: EngineCore, request_id: str) -> None:
+    def _abort(self, core: EngineCore, request_id: str) -> bool:
         outputs = core.abort(request_id)
         if outputs:
             self._listener(outputs)
+        return bool(outputs)
 
-    def _resize(self, core: EngineCore, num_blocks: int, reason: str) -> None:
-        with self._lock:
-            prepared = core.prepare_resize(num_blocks, reason, self._pending.values())
-            # Meanwhile nobody is accepted who fits one of the two sizes only.
-            self.settings = min(core.settings, prepared.wanted, key=lambda settings: settings.num_blocks)
+    def _change(
+        self,
+        core: EngineCore,
+        prepare: Callable[[EngineCore, Sequence[GenerationRequest]], tuple[EngineSettings, Callable[[], T]]],
+    ) -> T:
+        carry_out = self._acceptance.begin_change(lambda arriving: prepare(core, arriving))
         try:
-            core.resize(prepared)
+            return carry_out()
         finally:
-            self.settings = core.settings
-        if "kv" in self._memory_bytes:
-            self._memory_bytes["kv"] = num_blocks * self._block_bytes
+            self._acceptance.end_change(core.settings)
 
     def _emit_drain(self, grace_seconds: float) -> None:
         if self._log.active:
@@ -350,15 +385,13 @@ class Engine:
         """Tell all callers that their requests are over, so that nobody waits for ever."""
         self._is_stopping.set()
         self._log.begin(self._core.num_steps)
-        with self._lock:
-            never_taken_in = list(self._pending.values())
-            self._pending.clear()
+        self._acceptance.close()
         reason, error, error_type = FinishReason.ABORT, "", ""
         if self._has_failed:
             reason, error, error_type = FinishReason.ERROR, "the engine has failed", ENGINE_FAILED
         outputs = [
             SequenceOutput(request_id=request.request_id, sequence=index, finish_reason=reason, error=error)
-            for request in never_taken_in
+            for request in self._acceptance.take_all()
             for index in range(request.sampling.n)
         ]
         for request_id in self._core.live_request_ids():
@@ -381,42 +414,3 @@ class Engine:
         lifecycle = self._core.scheduler.lifecycle
         num_running = len(lifecycle.running)
         return num_running, lifecycle.num_live - num_running
-
-    def _ask(self, question: Callable[[EngineCore], T], timeout_seconds: float) -> T:
-        future: Future[T] = Future()
-
-        def answer(core: EngineCore) -> None:
-            try:
-                future.set_result(question(core))
-            except Exception as error:  # it belongs to whoever asked
-                future.set_exception(error)
-
-        if not self._thread.is_alive():
-            raise ControlError("the engine has stopped and cannot answer; restart the server")
-        self._inbox.put(answer)
-        try:
-            return future.result(timeout_seconds)
-        except TimeoutError:
-            raise ControlError(f"the engine did not answer within {timeout_seconds} s; a step takes longer") from None
-
-    def _check_room(self, request: GenerationRequest) -> None:
-        """Refuse what cannot be queued now. Under the lock."""
-        if self._is_draining or self._is_stopping.is_set():
-            raise EngineOverloaded(
-                "the server is shutting down; send the request to another replica", reason="draining"
-            )
-        if request.request_id in self._pending or self._core.scheduler.lifecycle.find(request.request_id):
-            raise RequestInvalid(f"request id {request.request_id!r} is in use; choose another one")
-        waiting = self._core.scheduler.lifecycle.waiting
-        num_requests = len(self._pending) + len(waiting)
-        if num_requests >= self.settings.max_queued_requests:
-            limit, unit = self.settings.max_queued_requests, "requests"
-        elif self._num_queued_tokens() + len(request.prompt_token_ids) > self.settings.max_queued_tokens:
-            limit, unit = self.settings.max_queued_tokens, "prompt tokens"
-        else:
-            return
-        raise EngineOverloaded(f"the queue is full (limit {limit} {unit}); try again later", reason="queue_full")
-
-    def _num_queued_tokens(self) -> int:
-        pending = sum(len(request.prompt_token_ids) for request in self._pending.values())
-        return pending + self._core.scheduler.lifecycle.waiting.num_tokens

@@ -61,21 +61,31 @@ class PoolResizer:
         Raises:
             ChangeRefused: something does not fit.
         """
-        num_holds = self._manager.num_holds
-        if num_holds:  # not told: whoever asked asks again
-            raise ChangeRefused(f"blocks of {num_holds} sequences are on their way; ask again soon", is_passing=True)
         wanted = with_num_blocks(settings, num_blocks)
         try:
-            _check_limits(wanted)
-            _check_worst_cases(wanted, live)
-            return PreparedResize(wanted, self._plan(num_blocks), reason)
+            self.check(wanted, live)
+            return PreparedResize(wanted, self.plan(num_blocks), reason)
         except ChangeRefused as error:
-            self._report(
-                PoolRebuilt(
-                    settings.num_blocks, num_blocks, "refused", None, settings.watermark_blocks, reason, str(error)
-                )
-            )
+            if not error.is_passing:  # else whoever asked asks again
+                self.report_refusal(num_blocks, settings, reason, str(error))
             raise
+
+    def check(self, wanted: EngineSettings, live: Iterable[AcceptedRequest]) -> None:
+        """Find out whether requests could go on in a pool of another size, once those that hold too much have yielded.
+
+        Raises:
+            ChangeRefused: not all of them could end there.
+        """
+        num_holds = self._manager.num_holds
+        if num_holds:
+            raise ChangeRefused(f"blocks of {num_holds} sequences are on their way; ask again soon", is_passing=True)
+        check_limits(wanted)
+        check_worst_cases(wanted, live)
+
+    def report_refusal(self, num_blocks: int, settings: EngineSettings, reason: str, error: str) -> None:
+        """Tell that a size was asked for and refused."""
+        watermark = settings.watermark_blocks
+        self._report(PoolRebuilt(settings.num_blocks, num_blocks, "refused", None, watermark, reason, error))
 
     def carry_out(self, prepared: PreparedResize, settings: EngineSettings) -> EngineSettings:
         """Resize the pool as prepared; return the settings that hold from now on.
@@ -107,7 +117,12 @@ class PoolResizer:
         )
         return wanted
 
-    def _plan(self, num_blocks: int) -> Relocation:
+    def plan(self, num_blocks: int) -> Relocation:
+        """Return how the pool becomes one of `num_blocks` blocks. Changes nothing.
+
+        Raises:
+            ChangeRefused: what running requests hold does not fit.
+        """
         pool = self._manager.pool
         plan = pool.plan_resize(num_blocks)
         if plan is None:
@@ -134,7 +149,8 @@ def with_num_blocks(settings: EngineSettings, num_blocks: int) -> EngineSettings
     return replace(settings, num_blocks=num_blocks, watermark_blocks=watermark)
 
 
-def _check_limits(wanted: EngineSettings) -> None:
+def check_limits(wanted: EngineSettings) -> None:
+    """Refuse a pool that holds nothing, or nothing but its watermark."""
     if wanted.num_blocks < 2:
         raise ChangeRefused(
             f"a pool of {wanted.num_blocks} blocks holds nothing, since block 0 is reserved; ask for at least 2"
@@ -146,7 +162,7 @@ def _check_limits(wanted: EngineSettings) -> None:
         )
 
 
-def _check_worst_cases(wanted: EngineSettings, live: Iterable[AcceptedRequest]) -> None:
+def check_worst_cases(wanted: EngineSettings, live: Iterable[AcceptedRequest]) -> None:
     """Refuse a pool in which a request that was accepted could not end: it would wait for ever."""
     capacity = wanted.num_blocks - 1
     for request in live:

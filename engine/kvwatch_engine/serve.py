@@ -34,6 +34,7 @@ from kvwatch_engine.contracts.cache import KVCacheSpec, KVDtype
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.settings import EngineSettings, PreemptionMode, VictimPolicy
 from kvwatch_engine.engine import Engine
+from kvwatch_engine.live import LiveEngine
 from kvwatch_engine.memory.sizing import default_num_blocks, parse_watermark, watermark_ratio
 from kvwatch_engine.memory.tiers.tiers import DEFAULT_TRANSFER_SECONDS, TierSettings
 from kvwatch_engine.serve_lora import adapter_options, allowing_series, lora_settings
@@ -209,14 +210,17 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
         model = _load_model(settings, cache_dir)
         dispatcher = OutputDispatcher()
         engine = _make_engine(settings, tiers, model, log, dispatcher)
+        control = LiveEngine(engine)
         subject = Subject(
             log,
-            engine,
+            control,
             EngineIdentity(settings.engine_name, settings.dp_rank, model.info.name),
             config=shown_settings(settings),
             api=(settings.host, settings.port or None),
         )
         built = plan.build(subject, further=kv_events, has_vllm_aliases=settings.vllm_aliases)
+        for key, outside in built.outside.items():
+            control.attach(key, outside)
         app = create_app(
             engine,
             dispatcher,
@@ -341,6 +345,7 @@ def make_engine_settings(
         max_queued_tokens=settings.max_queued_tokens,
         enable_prefix_cache=settings.prefix_cache,
         weights_fingerprint=model.weights_fingerprint,
+        kv_dtype=settings.kv_dtype,
         eos_token_ids=model.eos_token_ids,
         vocab_size=model.vocab_size,
         stall_seconds=settings.stall_seconds,

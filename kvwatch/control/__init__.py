@@ -30,8 +30,9 @@ from kvwatch.control.inspection import (
     RequestQuery,
 )
 from kvwatch.control.prefixes import PinnedPrefix, PrefixReset, PrefixScope
-from kvwatch.control.protocol import EngineControl, LiveControl, PoolControl, PrefixControl
-from kvwatch.control.settings import LIVE_SETTINGS, ChangeKind, LiveSetting, SettingValue
+from kvwatch.control.protocol import EngineControl, LiveControl, OutsideSetting, PrefixControl
+from kvwatch.control.settings import LIVE_SETTINGS, ChangeKind, LiveSetting, SettingValue, setting_of
+from kvwatch.telemetry.events.control import SettingKey
 
 __all__ = [
     "LIVE_SETTINGS",
@@ -48,8 +49,8 @@ __all__ = [
     "EngineControl",
     "LiveControl",
     "LiveSetting",
+    "OutsideSetting",
     "PinnedPrefix",
-    "PoolControl",
     "PrefixControl",
     "PrefixInfo",
     "PrefixOrder",
@@ -60,7 +61,9 @@ __all__ = [
     "RequestPage",
     "RequestQuery",
     "SettingChange",
+    "SettingKey",
     "SettingState",
     "SettingValue",
     "SettingsState",
+    "setting_of",
 ]

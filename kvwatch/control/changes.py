@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from kvwatch.control.settings import SettingValue
+from kvwatch.telemetry.events.control import SettingKey
 
 Changes = Mapping[str, SettingValue]
 """Key of a setting -> the value that it is to have. Keys are those of `LIVE_SETTINGS`."""
@@ -13,7 +14,7 @@ Changes = Mapping[str, SettingValue]
 class SettingState(msgspec.Struct, frozen=True):
     """One live setting now."""
 
-    key: str
+    key: SettingKey
     live: SettingValue
     declared: SettingValue
     """What flags, environment and file said at the start, or what was declared since."""
@@ -37,7 +38,7 @@ class SettingsState(msgspec.Struct, frozen=True):
 class SettingChange(msgspec.Struct, frozen=True):
     """One setting that changes, or has changed."""
 
-    key: str
+    key: SettingKey
     old: SettingValue
     new: SettingValue
 

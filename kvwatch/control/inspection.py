@@ -10,7 +10,7 @@ import msgspec
 
 MAX_PAGE: Final = 1000
 """Most entries of one page."""
-MAX_SCAN: Final = 65_536
+MAX_SCAN: Final = 16_384
 """Most blocks looked at for one page: a page may therefore hold fewer entries than asked for, or none, and go on."""
 
 BlockStateName = Literal["used", "cached", "empty"]
@@ -151,4 +151,4 @@ class PrefixTop(msgspec.Struct, frozen=True):
     num_prefixes: int
     """Branches that there are."""
     is_complete: bool
-    """Whether all known blocks were looked at; else the largest pools are sampled from their beginning."""
+    """Whether all known blocks were looked at; of a large pool only the first `MAX_SCAN` are."""

@@ -10,6 +10,7 @@ from typing import Protocol
 from kvwatch.control.changes import AdmissionState, ChangeOutcome, ChangePreview, Changes, SettingsState
 from kvwatch.control.inspection import BlockPage, BlockQuery, PrefixOrder, PrefixTop, RequestPage, RequestQuery
 from kvwatch.control.prefixes import PinnedPrefix, PrefixReset, PrefixScope
+from kvwatch.control.settings import SettingValue
 from kvwatch.telemetry.snapshot import EngineSnapshot
 
 
@@ -29,24 +30,15 @@ class EngineControl(Protocol):
         ...
 
 
-class PoolControl(EngineControl, Protocol):
-    """Control of an engine whose pool can change while it serves; that of a foreign engine cannot."""
+class OutsideSetting(Protocol):
+    """A live setting that is not the engine's own, such as the log level. Any thread."""
 
-    def resize(self, num_blocks: int, *, reason: str = "", timeout_seconds: float = 60.0) -> None:
-        """Give the device pool another number of blocks between two steps, while requests run.
+    def get(self) -> SettingValue:
+        """Return its value."""
+        ...
 
-        Used and cached blocks keep what they hold, as far as they fit: cached ones are evicted first, least recently
-        used before others.
-
-        Args:
-            num_blocks: blocks from now on, the null block included.
-            reason: why, for whoever reads the events.
-            timeout_seconds: how long to wait for an answer, and for transfers to end.
-
-        Raises:
-            ChangeRefused: live requests need more blocks than that, now or at worst; nothing was changed.
-            ChangeFailed: there is not enough memory; nothing was changed.
-        """
+    def set(self, value: SettingValue) -> None:
+        """Give it a value that `LIVE_SETTINGS` allows; does not raise."""
         ...
 
 
@@ -90,8 +82,12 @@ class LiveControl(EngineControl, Protocol):
         """
         ...
 
-    def declare(self, keys: Sequence[str], timeout_seconds: float = 5.0) -> SettingsState:
-        """Let the live values of these settings be the declared ones: whoever wrote them to the file says so."""
+    def declare(self, keys: Sequence[str], *, actor: str, reason: str, timeout_seconds: float = 5.0) -> SettingsState:
+        """Let the live values of these settings be the declared ones: whoever wrote them to the file says so.
+
+        Raises:
+            ChangeRefused: a key is unknown.
+        """
         ...
 
     # ------------------------------------------------------------ admission and requests

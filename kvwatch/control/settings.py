@@ -4,10 +4,13 @@ The admin API, the documentation and the flags of `serve` take type, bounds and 
 engine: what stands against a change (live requests, memory) the engine says itself.
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final, Literal
 
 import msgspec
+
+from kvwatch.telemetry.events.control import SettingKey
 
 SettingValue = str | int | float | bool | None
 """Value of a setting; none unsets an optional one."""
@@ -27,7 +30,7 @@ class ChangeKind(StrEnum):
 class LiveSetting(msgspec.Struct, frozen=True, kw_only=True):
     """One setting that can change while the engine serves; its key is that of `serve`'s configuration."""
 
-    key: str
+    key: SettingKey
     type: SettingType
     brief: str
     unit: str = ""
@@ -68,7 +71,7 @@ class LiveSetting(msgspec.Struct, frozen=True, kw_only=True):
         return words.get(self.type) or f"one of {', '.join(self.choices)}"
 
 
-LIVE_SETTINGS: Final[dict[str, LiveSetting]] = {
+LIVE_SETTINGS: Final[Mapping[SettingKey, LiveSetting]] = {
     each.key: each
     for each in (
         LiveSetting(
@@ -131,3 +134,8 @@ LIVE_SETTINGS: Final[dict[str, LiveSetting]] = {
     )
 }  # fmt: skip
 """Every setting that can change live, by its key."""
+
+
+def setting_of(key: str) -> LiveSetting | None:
+    """Return the setting that is called so; none if none is, or it cannot change live."""
+    return {str(known): setting for known, setting in LIVE_SETTINGS.items()}.get(key)

@@ -15,7 +15,7 @@ from kvwatch.derive.docs import events_section, metrics_section, replace_section
 from kvwatch.derive.lock import broken_promises, decode_lock, encode_lock, make_lock
 from kvwatch.derive.metrics import metric_specs
 from kvwatch.derive.proto import moved_numbers, proto_text
-from kvwatch.derive.settings import settings_section
+from kvwatch.derive.settings import live_section, settings_section
 from kvwatch.errors import KVWatchError, SchemaError
 from kvwatch.exporters.prometheus.sample_page import sample_page
 from kvwatch.sources.knowledge import SOURCES, knowledge
@@ -103,7 +103,7 @@ def _configuration(page: str) -> str:
             except ModuleNotFoundError:
                 break
             page = replace_section(page, name, settings_section(command.settings))
-    return page
+    return replace_section(page, "live", live_section())
 
 
 def _sources() -> str:

@@ -11,8 +11,8 @@ obey the law: a ledger that applies them finds nothing wrong. Pool: 8 blocks of 
              the model fails, `b` ends with an error; the cache is cleared; a request is refused;
              `g` is too much for the memory, is swapped out, lost on the way, and late in the end
     a minute passes
-    step 6   the engine drains; `d` runs with two sequences, `e` waits, `f` has come and gone: the last view is of
-             a busy engine
+    step 6   admission is paused, the watermark changed and changed back; the engine drains; `d` runs with two
+             sequences, `e` waits, `f` has come and gone: the last view is of a busy engine
     the end  `d` and `e` are aborted, the engine stops (`play_end`)
 """
 
@@ -32,6 +32,13 @@ PAUSE_NS = 61_000 * MS
 """The pause before step 6: longer than the window of minima and maxima."""
 START_NS = 5_000 * 1_000 * MS
 """Monotonic time in ns at which the scenario begins."""
+
+_CONFIG: dict[str, float] = {
+    "block_size": BLOCK_SIZE,
+    "num_blocks": NUM_BLOCKS,
+    "watermark_blocks": 1,
+    "max_queued_requests": 16,
+}
 
 
 class ScenarioClock(Clock):
@@ -64,7 +71,8 @@ def opening_snapshot() -> EngineSnapshot:
         tiers=[tier],
         sequences=[],
         requests=[],
-        config={"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "watermark_blocks": 1, "max_queued_requests": 16},
+        config=_CONFIG,
+        config_drift={"watermark": 0.0, "num_blocks": 0.0},
         memory_bytes={"weights": 65_536, "kv": NUM_BLOCKS * 4096},
     )
 
@@ -299,7 +307,24 @@ def _swapped() -> Iterator[Event]:
     yield _finished("g", "deadline", prompt=6, generated=0, peak_blocks=2, times_ms=(1, None, None, None))
 
 
+def _live_changes() -> Iterator[Event]:
+    """An operator tries another watermark under load, and holds back waiting requests meanwhile."""
+    yield ev.AdmissionPaused(actor="night shift", reason="try another watermark", duration_ns=60_000 * MS)
+    for old, new, blocks in (("1", "2", 2), ("2", "1", 1)):
+        yield ev.ConfigChanged(
+            actor="night shift",
+            key="watermark",
+            old=old,
+            new=new,
+            declared="1",
+            reason="try another watermark",
+            config={**_CONFIG, "watermark_blocks": blocks},
+        )
+    yield ev.AdmissionResumed(actor="", reason="its time is over", paused_ns=60_000 * MS)
+
+
 def _step_6() -> Iterator[Event]:
+    yield from _live_changes()
     yield ev.RequestQueued(request="d", prompt_tokens=9, num_sequences=2, queued_ns=START_NS + PAUSE_NS + 100 * MS)
     yield ev.RequestQueued(request="f", prompt_tokens=4, num_sequences=1, queued_ns=START_NS + PAUSE_NS + 100 * MS)
     yield ev.RequestQueued(request="e", prompt_tokens=5, num_sequences=1, queued_ns=START_NS + PAUSE_NS + 100 * MS)

@@ -42,6 +42,7 @@ def gauges(ledger: Ledger, wall_minus_monotonic_ns: int) -> list[Sample]:
     state = ledger.engine_state
     samples += [Sample(m.ENGINE_STATE, (name,), name == state) for name in ENGINE_STATES]
     samples += [Sample(m.CONFIG_VALUE, (key,), number) for key, number in ledger.config.items()]
+    samples += [Sample(m.CONFIG_DRIFT, (key,), drift) for key, drift in ledger.config_drift.items()]
     samples += [Sample(m.DEVICE_MEMORY_BYTES, (kind,), size) for kind, size in ledger.memory_bytes.items()]
     samples += _timestamps(ledger, wall_minus_monotonic_ns)
     return samples

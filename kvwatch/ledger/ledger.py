@@ -25,6 +25,9 @@ ENGINE_STATES: tuple[EngineState, ...] = get_args(EngineState)
 MAX_FAULTS = 8
 """Faults kept between two steps; one is enough to know, eight to understand."""
 
+_LIVE_LIMITS = ("watermark_blocks", "max_queued_requests", "max_queued_tokens")
+"""Limits that change with the settings of the same name."""
+
 CHECKED_TIER = "device"
 """The tier that the checksums of `StepCompleted` speak of."""
 
@@ -73,6 +76,8 @@ class Ledger:
         """Monotonic time in ns at which the last step was completed."""
         self.config: Mapping[str, float] = {}
         """Values of the engine's settings that are numbers."""
+        self.config_drift: Mapping[str, float] = {}
+        """For each setting that can change live: 1 if its live value is not the declared one, else 0."""
         self.memory_bytes: Mapping[str, int] = {}
         """Memory of the device by what it is for."""
         self.groups: Mapping[str, GroupState] = {}
@@ -112,6 +117,7 @@ class Ledger:
         self._reasons_seq = snapshot.seq
         self._base_state, self._is_stalled = _engine_state(snapshot.engine_state), False
         self.config, self.memory_bytes = dict(snapshot.config), dict(snapshot.memory_bytes)
+        self.config_drift = dict(snapshot.config_drift)
         self.limits = Limits(
             snapshot.block_size_tokens,
             snapshot.block_bytes,
@@ -262,6 +268,7 @@ class Ledger:
             ],
             engine_state=self.engine_state,
             config=dict(self.config),
+            config_drift=dict(self.config_drift),
             memory_bytes=dict(self.memory_bytes),
             last_step_ns=self.last_step_ns,
             transfers=self._transfers.to_states(),
@@ -338,6 +345,7 @@ class Ledger:
             ev.WaitReasonsChanged: self._wait_reasons_changed,
             ev.RequestFinished: self._finished,
             ev.DrainStarted: self._draining,
+            ev.ConfigChanged: self._config_changed,
             ev.EngineStalled: self._stalled,
             ev.EngineEnded: self._ended,
             **self._transfers.handlers,
@@ -440,6 +448,13 @@ class Ledger:
     def _failed(self, event: ev.StepFailed) -> None:
         self._is_stalled = False
         self._pools[CHECKED_TIER].write(event.unwritten_block_ids, event.filled_slots)
+
+    def _config_changed(self, event: ev.ConfigChanged) -> None:
+        self.config = dict(event.config)
+        self.config_drift = {**self.config_drift, event.key: float(event.is_drift)}
+        self.limits = replace(
+            self.limits, **{name: int(event.config[name]) for name in _LIVE_LIMITS if name in event.config}
+        )
 
     def _draining(self, _: ev.DrainStarted) -> None:
         self._base_state = "draining"

@@ -6,12 +6,12 @@ and the recorder are imported only where the settings want them.
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvwatch.config import parse_bytes
-from kvwatch.control import EngineControl
+from kvwatch.control import EngineControl, OutsideSetting, SettingKey, SettingValue
 from kvwatch.errors import ConfigError
 from kvwatch.exporters.exemplars import ExemplarStore
 from kvwatch.exporters.identity import COMMON_LABELS, EngineIdentity
@@ -20,6 +20,7 @@ from kvwatch.exporters.prometheus.settings import series_settings
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.ledger.series import SeriesSettings
 from kvwatch.ledger.view import HistogramSample, Sample
+from kvwatch.logs import LogLevel
 from kvwatch.observatory.desk import DiagnosisDesk
 from kvwatch.observatory.observatory import METRICS_SETTING, Observatory
 from kvwatch.observatory.part import Part
@@ -29,6 +30,8 @@ from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot
 
 if TYPE_CHECKING:
+    from kvwatch.exporters.otel.part import OtelPart
+    from kvwatch.exporters.otel.sampling import Sampler
     from kvwatch.recorder.part import RecorderPart, RecorderSettings
     from kvwatch.stream.access import StreamOptions
     from kvwatch.stream.server import StreamServer
@@ -52,6 +55,22 @@ class Subject:
     def labels(self) -> dict[str, str]:
         """Labels of all its series, by name."""
         return dict(zip(COMMON_LABELS, self.identity.labels, strict=True))
+
+
+class TraceRatio:
+    """The part of the traces that is exported, as a setting that can change live. Any thread."""
+
+    def __init__(self, sampler: "Sampler") -> None:
+        self._sampler = sampler
+
+    def get(self) -> SettingValue:
+        """Return the ratio."""
+        return self._sampler.ratio
+
+    def set(self, value: SettingValue) -> None:
+        """Decide by this ratio, 0 to 1, from the next trace on."""
+        assert isinstance(value, int | float), "its type was checked"
+        self._sampler.ratio = float(value)
 
 
 class Watched(Protocol):
@@ -85,6 +104,8 @@ class Built:
     stream: "StreamServer | None"
     desk: DiagnosisDesk
     """Says what is the matter with the engine."""
+    outside: Mapping[SettingKey, OutsideSetting] = field(default_factory=dict)
+    """Settings of the observatory and the process that can change live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +145,10 @@ class ObservatoryPlan:
             exemplars=exemplars,
             has_vllm_aliases=has_vllm_aliases,
         )
-        return Built(observatory, recorder, stream, desk)
+        outside: dict[SettingKey, OutsideSetting] = {"log_level": LogLevel()}
+        if otel is not None:
+            outside["trace_ratio"] = TraceRatio(otel.sampler)
+        return Built(observatory, recorder, stream, desk, outside)
 
     @staticmethod
     def make_recorder(
@@ -154,7 +178,7 @@ class ObservatoryPlan:
 
     def make_otel(
         self, subject: Subject, exemplars: ExemplarStore, live: Live, *, may_export_logs: bool = True
-    ) -> Part | None:
+    ) -> "OtelPart | None":
         """Return what exports an engine's traces and metrics over OTLP; none if that is not wanted.
 
         Log lines are the whole process's: only one of its engines may export them.

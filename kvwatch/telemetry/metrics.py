@@ -339,6 +339,16 @@ CONFIG_VALUE = _gauge(
     "config_value", "Value of a setting in force; switches are 0 or 1.", "1", ("key",), moves="When the setting changes.",
     aggregate="max", action="Replicas that differ: one was configured or changed apart.",
 )  # fmt: skip
+CONFIG_DRIFT = _gauge(
+    "config_drift", "1 while the live value of a setting differs from the declared one, else 0.", "1", ("key",),
+    moves="When a live change is made, expires, is reverted or is written to the file.", aggregate="max",
+    action="1 for long: somebody has forgotten a change; a restart would undo it. Declare it or revert it.",
+)  # fmt: skip
+CONFIG_CHANGES = _counter(
+    "config_changes", "Settings that were changed while the engine ran.", "1", ("key",),
+    moves="When somebody changes a setting, or a change expires.",
+    action="Compare with the moment at which something else moved; the event says who and why.",
+)  # fmt: skip
 OUT_OF_MEMORY = _counter(
     "out_of_memory", "Steps that failed since the device had too little memory beside the pool.", "1",
     moves="On such a failure, with step_errors.", action="Lower max-batch-tokens or the pool: the workspace needs room.",

@@ -111,3 +111,5 @@ class EngineSnapshot(msgspec.Struct, frozen=True, gc=False):
     """Monotonic time at which the last step was completed; none before any."""
     groups: list[GroupState] = []
     """KV groups in the order of their numbers; empty where there is only group 0."""
+    config_drift: dict[str, float] = {}
+    """For each setting that can change live: 1 if its live value differs from the declared one, else 0."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kvwatch_engine.contracts.cache import KVGroup
+from kvwatch_engine.contracts.cache import KVDtype, KVGroup
 
 PreemptionMode = Literal["recompute", "swap", "auto"]
 """What becomes of the K/V of a request that must yield its blocks; `auto` takes what is cheaper, as measured."""
@@ -21,6 +21,8 @@ class EngineSettings:
     block_size: int = 16
     groups: tuple[KVGroup, ...] = (KVGroup(),)
     """KV groups of the model; a sequence takes blocks in each of them."""
+    kv_dtype: KVDtype = "auto"
+    """Type of the cache; `auto` is the model's."""
     max_model_len: int = 8192
     """Longest sequence in tokens that the model allows; the pool may allow less."""
     max_num_seqs: int = 64

@@ -49,6 +49,16 @@ class StoredRun(NamedTuple):
     """KV group of the blocks."""
 
 
+class BlockHistory(NamedTuple):
+    """What has become of a block since it was allocated. Times are monotonic ns."""
+
+    allocated_ns: int
+    released_ns: int
+    """When its last owner released it; of no meaning while it is used."""
+    num_hits: int
+    """Times that its content was found in the prefix index."""
+
+
 OnEvict = Callable[[Sequence[BlockId], Sequence[BlockHash]], None]
 """Is given blocks that make room, and their hashes, before anything else can be written to them. Does not raise."""
 
@@ -79,6 +89,8 @@ class BlockPool:
         """Hash of the block's content if the prefix index knows it; read-only for others."""
         self.filled_slots = [0] * num_blocks
         """Slots written since the block was allocated; the block manager writes it."""
+        self.parents: list[BlockHash | None] = [None] * num_blocks
+        """Hash of the block before it in the sequence that stored it; only of blocks that have a hash."""
         self.num_references = 0
         """Sum of the reference counts: entries of all block tables."""
         self._log = log
@@ -128,6 +140,10 @@ class BlockPool:
     def cached(self) -> list[tuple[BlockId, BlockHash]]:
         """Return the cached blocks and what they hold, the next to be evicted first. O(cached blocks)."""
         return [(block, content) for block in self._free.cached() if (content := self.hashes[block]) is not None]
+
+    def history(self, block: BlockId) -> BlockHistory:
+        """Return what has become of a block since it was allocated."""
+        return BlockHistory(self._allocated_ns[block], self._released_ns[block], self._hits[block])
 
     def touch(self, blocks: Sequence[BlockId]) -> None:
         """Let those of `blocks` that are cached be evicted last, the first of them last of all."""
@@ -236,7 +252,7 @@ class BlockPool:
             parent: hash of the block before the first; None at the start of a sequence.
             source: whose blocks they are, for the event.
         """
-        first = 0
+        first, before = 0, parent
         for place, (block, content) in enumerate(zip(blocks, hashes, strict=True)):
             if content in self._index:
                 self._emit_stored(blocks[first:place], hashes[first:place], parent, source, first)
@@ -244,6 +260,7 @@ class BlockPool:
                 continue
             self._index[content] = block
             self.hashes[block] = content
+            self.parents[block] = hashes[place - 1] if place else before
         self._emit_stored(blocks[first:], hashes[first:], parent, source, first)
 
     def forget(self, block: BlockId) -> None:
@@ -297,7 +314,7 @@ class BlockPool:
             if content is not None:
                 self._index[content] = destination
             self.hashes[source] = None
-            self.hashes[destination] = content
+            self.hashes[destination], self.parents[destination] = content, self.parents[source]
         if moves and self._log.active:
             self._emit_relocated(moves)
         columns = [self.ref_counts, self.filled_slots, self._allocated_ns, self._released_ns, self._hits]
@@ -312,6 +329,7 @@ class BlockPool:
         for column in columns:
             column[new:] = [0] * max(0, new - old)
         self.hashes[new:] = [None] * max(0, new - old)
+        self.parents[new:] = [None] * max(0, new - old)
         self.num_blocks = new
 
     # ------------------------------------------------------------------ truth

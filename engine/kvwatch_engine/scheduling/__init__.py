@@ -9,6 +9,7 @@ beam_search.py     which beams go on, and when a search is over; pure
 beam_groups.py     carries that out on a request's sequences
 request_events.py  the events that tell of them
 admission.py       who may start or resume, and why the others wait
+pause.py           holds all of them back, for a time
 victims.py         who yields when blocks are short
 cost_model.py      what recomputation costs, as measured
 preemption.py      makes room: waits for what is coming, recomputes or swaps

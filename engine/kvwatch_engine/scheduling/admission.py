@@ -11,6 +11,7 @@ from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.prefix import Prefix
 from kvwatch_engine.scheduling.cost_model import CostModel
 from kvwatch_engine.scheduling.lifecycle import Lifecycle
+from kvwatch_engine.scheduling.pause import AdmissionPause
 from kvwatch_engine.scheduling.policy import TokenBudget, WatermarkAdmission
 from kvwatch_engine.scheduling.request import PrefixHits, Request, RequestState, Sequence, WaitReason
 
@@ -28,8 +29,7 @@ class Admission:
         tiers: Tiers | None,
     ) -> None:
         self.settings = settings
-        self.is_paused = False
-        """Whether nobody is admitted for now; who runs goes on."""
+        self.pause = AdmissionPause(log)
         self.waiting_for: dict[str, int] = {}
         """Requests that do not run, by what they wait for, as of the last `note_wait_reasons`."""
         self._manager = manager
@@ -42,6 +42,7 @@ class Admission:
 
     def begin_step(self) -> None:
         """Begin a step: nobody was looked at yet."""
+        self.pause.end_if_over()
         self._head_reason = None
 
     def admit_next(self, budget: TokenBudget) -> Request | None:
@@ -90,7 +91,7 @@ class Admission:
         self.waiting_for = dict(Counter(reason.value for reason in reasons.values()))
         changed = [request for request, reason in reasons.items() if request.wait_reason is not reason]
         for request in changed:
-            request.wait_reason = reasons[request]
+            request.wait_reason, request.wait_since_ns = reasons[request], self._log.now_ns
         if changed and self._log.active:
             names = [request.request_id for request in changed]
             self._log.append(WaitReasonsChanged(names, [reasons[request].value for request in changed]))
@@ -107,7 +108,7 @@ class Admission:
         """Return what keeps a request from starting beside `num_sequences` others, blocks aside."""
         if request.transfer is not None:
             return WaitReason.TRANSFER
-        if self.is_paused:
+        if self.pause.is_active:
             return WaitReason.PAUSED
         if budget.remaining == 0:
             return WaitReason.TOKENS

@@ -26,7 +26,7 @@ from kvwatch_engine.contracts.request import FinishReason
 from kvwatch_engine.contracts.tiers import TransferKind
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.scheduling.queue import WaitingQueue
-from kvwatch_engine.scheduling.request import Request, RequestState, Sequence
+from kvwatch_engine.scheduling.request import MAX_PREEMPTED_FOR, Request, RequestState, Sequence
 from kvwatch_engine.scheduling.request_events import admitted_event, finished_event, queued_event
 
 
@@ -192,7 +192,9 @@ class Lifecycle:
             victim.state = RequestState.SWAPPED
         victim.wait_reason = None
         victim.num_preemptions += 1
-        victim.preempted_ns = self._log.now_ns
+        name = "" if beneficiary is None else beneficiary.request_id
+        victim.preempted_for = (*victim.preempted_for, name)[-MAX_PREEMPTED_FOR:]
+        victim.preempted_ns = victim.wait_since_ns = self._log.now_ns
         victim.resumed_ns = None
         self.running.remove(victim)
         self.waiting.add(victim)
@@ -204,7 +206,7 @@ class Lifecycle:
                     how.reason,
                     num_blocks,
                     tokens_at_risk,
-                    "" if beneficiary is None else beneficiary.request_id,
+                    name,
                     how.recompute_ns,
                     how.swap_ns,
                 )

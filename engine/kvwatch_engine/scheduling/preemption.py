@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from kvwatch.telemetry.events.request import PreemptionReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.tiers import Tiers, TransferKind
@@ -10,7 +11,7 @@ from kvwatch_engine.memory.block_pool import Owner
 from kvwatch_engine.scheduling.cost_model import CostModel
 from kvwatch_engine.scheduling.lifecycle import Lifecycle, Preempted
 from kvwatch_engine.scheduling.request import Request
-from kvwatch_engine.scheduling.victims import VictimOrder, choose_victims
+from kvwatch_engine.scheduling.victims import VictimOrder, choose_room_makers, choose_victims
 
 
 class Preemption:
@@ -71,7 +72,7 @@ class Preemption:
             self._num_claimed += missing
             return []
         order = VictimOrder(self.settings, self._log.now_ns)
-        victims = choose_victims(self._lifecycle.running, needy, missing, order, self._freed_by)
+        victims = choose_victims(self._lifecycle.running, needy, missing, order, self.num_blocks_freed_by)
         copying = set(pending_copies)
         for victim in victims:
             self._preempt(victim, needy, can_swap=victim not in copying)
@@ -79,9 +80,20 @@ class Preemption:
             self._num_claimed += max(0, num_blocks - self._manager.pool.num_free)
         return victims
 
-    def drop_for_memory(self, request: Request) -> None:
-        """Have a request computed again whose step could not be carried out for want of memory."""
-        self._lifecycle.preempt(request, None, Preempted("recompute", "memory"))
+    def room_makers(self, num_blocks: int) -> list[Request]:
+        """Return who would yield so that `num_blocks` more blocks are free: everybody if that is too few."""
+        order = VictimOrder(self.settings, self._log.now_ns)
+        return choose_room_makers(self._lifecycle.running, num_blocks, order, self.num_blocks_freed_by)
+
+    def num_blocks_freed_by(self, requests: Iterable[Request]) -> int:
+        """Return how many blocks become free when all these running requests yield."""
+        return self._manager.num_blocks_freed_by(
+            sequence.owner for request in requests for sequence in request.active_sequences()
+        )
+
+    def drop(self, request: Request, reason: PreemptionReason) -> None:
+        """Have a running request computed again: its step could not be carried out, or its blocks are taken away."""
+        self._lifecycle.preempt(request, None, Preempted("recompute", reason))
         self.num_preemptions += 1
 
     # ------------------------------------------------------------------ parts
@@ -91,11 +103,6 @@ class Preemption:
         if not self._leaving:
             return 0
         return self._manager.num_blocks_freed_by(owner for owners in self._leaving.values() for owner in owners)
-
-    def _freed_by(self, requests: Iterable[Request]) -> int:
-        return self._manager.num_blocks_freed_by(
-            sequence.owner for request in requests for sequence in request.active_sequences()
-        )
 
     def _preempt(self, victim: Request, needy: Request, *, can_swap: bool) -> None:
         owners = [sequence.owner for sequence in victim.active_sequences()]

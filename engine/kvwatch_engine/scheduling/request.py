@@ -12,6 +12,8 @@ from kvwatch_engine.memory.block_hash import HashChain
 from kvwatch_engine.memory.block_pool import Owner
 from kvwatch_engine.scheduling.beam_search import BeamSearch
 
+MAX_PREEMPTED_FOR = 8
+
 
 class RequestState(StrEnum):
     """Where a request is."""
@@ -140,6 +142,7 @@ class Request:
         "num_recomputed_tokens",
         "origin",
         "peak_blocks",
+        "preempted_for",
         "preempted_ns",
         "priority",
         "prompt_token_ids",
@@ -154,6 +157,7 @@ class Request:
         "tenant_salt",
         "transfer",
         "wait_reason",
+        "wait_since_ns",
     )
 
     def __init__(  # noqa: PLR0913 - by keyword
@@ -206,6 +210,10 @@ class Request:
         """Class of the error that ended it, or one of its sequences."""
         self.state = RequestState.WAITING
         self.wait_reason: WaitReason | None = None
+        self.wait_since_ns = queued_ns
+        """Since when it waits for this reason."""
+        self.preempted_for: tuple[str, ...] = ()
+        """In whose favour it was preempted, the last `MAX_PREEMPTED_FOR` times; empty ids where it was for nobody's."""
         self.transfer: TransferKind | None = None
         """The transfer of its blocks that is in flight."""
         self.is_restorable = True

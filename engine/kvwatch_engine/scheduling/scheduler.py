@@ -8,8 +8,11 @@
 Continuous batching: every step is composed anew from whatever is live. Engine thread only.
 """
 
+from collections.abc import Iterable
+
 from kvwatch.telemetry.events import StepCompleted, StepScheduled
 from kvwatch.telemetry.events.block import AllocationReason
+from kvwatch.telemetry.events.request import PreemptionReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import FinishReason, SequenceOutput
 from kvwatch_engine.contracts.settings import EngineSettings
@@ -81,7 +84,19 @@ class Scheduler:
     def is_on_hold(self) -> bool:
         """Whether there is nothing to do but to wait until admission goes on, which somebody has paused."""
         is_busy = self.lifecycle.running or self.lifecycle.arriving or (self._tiers and self._tiers.num_in_flight)
-        return self.admission.is_paused and not is_busy
+        return self.admission.pause.is_active and not is_busy
+
+    def room_makers(self, num_blocks: int) -> list[Request]:
+        """Return which running requests would yield so that so many more blocks are free; all if that is too few."""
+        return self._preemption.room_makers(num_blocks)
+
+    def num_blocks_freed_by(self, requests: Iterable[Request]) -> int:
+        """Return how many blocks become free when all these running requests yield."""
+        return self._preemption.num_blocks_freed_by(requests)
+
+    def drop(self, request: Request, reason: PreemptionReason) -> None:
+        """Have a running request give its blocks back and be computed again."""
+        self._preemption.drop(request, reason)
 
     def add(self, request: Request) -> None:
         """Take a new request in."""
@@ -269,7 +284,7 @@ class Scheduler:
         if not self._step_size.halve(scheduled.input.num_tokens):
             return None
         for request in dict.fromkeys(chunk.sequence.request for chunk in scheduled.chunks if chunk.copies):
-            self._preemption.drop_for_memory(request)  # its copies may not have been carried out
+            self._preemption.drop(request, "memory")  # its copies may not have been carried out
         size, filled = self._manager.block_size, self._manager.pool.filled_slots
         taken_back: dict[int, int] = {}
         for chunk in scheduled.chunks:

@@ -90,6 +90,25 @@ def choose_victims(
     return [needy] if freed_by([needy]) else []
 
 
+def choose_room_makers(
+    candidates: ReadOnlySequence[Request], num_blocks: int, order: VictimOrder, freed_by: FreedBy
+) -> list[Request]:
+    """Return who yields so that `num_blocks` more blocks become free for nobody in particular; all if that is too few.
+
+    Args:
+        candidates: running requests that hold blocks.
+        num_blocks: blocks that are missing.
+        order: who yields first.
+        freed_by: tells what yielding brings.
+    """
+    chosen: list[Request] = []
+    for request in sorted(candidates, key=order.key, reverse=True):
+        if freed_by(chosen) >= num_blocks:
+            break
+        chosen.append(request)
+    return _without_needless(chosen, num_blocks, freed_by) if freed_by(chosen) >= num_blocks else chosen
+
+
 def _without_needless(chosen: list[Request], num_blocks: int, freed_by: FreedBy) -> list[Request]:
     """Leave out, the most readily yielding last, whoever the others can do without."""
     for request in chosen[-2::-1]:

@@ -4,7 +4,7 @@ A follower of the observatory: one thread, nothing in the step loop. Holds one t
 over, whole, when the request has ended. A step costs it nothing for requests that only decode.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvwatch.exporters.otel.request_trace import Happening, RefusedTrace, RequestTrace
@@ -97,6 +97,8 @@ class TraceAssembler:
             ev.BlocksCopied: self._copied,
             ev.BlocksEvicted: self._evicted,
             ev.SequenceForked: self._forked,
+            ev.ConfigChanged: self._changed,
+            ev.PoolRebuilt: self._rebuilt,
         }
 
     def _queued(self, event: ev.RequestQueued) -> None:
@@ -231,3 +233,28 @@ class TraceAssembler:
         trace = self._live.get(event.request)
         if trace is not None:
             trace.num_shared_blocks += event.num_blocks
+
+    # ------------------------------------------------------------ events of operators
+
+    def _changed(self, event: ev.ConfigChanged) -> None:
+        change = {"key": event.key, "old": event.old, "new": event.new, "actor": event.actor}
+        self._happen_to_all(Happening("config_changed", event.time_ns, change=_named("config", change)))
+
+    def _rebuilt(self, event: ev.PoolRebuilt) -> None:
+        if event.duration_ns is None:
+            return  # it was refused, and nobody noticed
+        change: dict[str, str | int | float] = {
+            "outcome": event.outcome,
+            "old_blocks": event.old_num_blocks,
+            "new_blocks": event.new_num_blocks,
+            "pause_seconds": event.duration_ns / 1e9,
+        }
+        self._happen_to_all(Happening("pool_rebuilt", event.time_ns, change=_named("pool", change)))
+
+    def _happen_to_all(self, happening: Happening) -> None:
+        for trace in self._live.values():
+            trace.happen(happening)
+
+
+def _named(prefix: str, change: Mapping[str, str | int | float]) -> dict[str, str | int | float]:
+    return {f"kvwatch.{prefix}.{name}": value for name, value in change.items()}

@@ -93,9 +93,8 @@ class OtelPart:
         self._histograms = GenAiHistograms(identity.model_name, server)
         self._metrics_encoder = MetricsEncoder(resource, identity, clock.wall_ns())
         self._log_encoder = LogEncoder(resource)
-        self._assembler = TraceAssembler(
-            Sampler(settings.trace_ratio, settings.slow_seconds), self._finish, self._refuse
-        )
+        self.sampler = Sampler(settings.trace_ratio, settings.slow_seconds)
+        self._assembler = TraceAssembler(self.sampler, self._finish, self._refuse)
         self._begin_unix_ns = clock.wall_ns()
         self._reasons = FailureReasons()
         self._transport = self._make_transport()

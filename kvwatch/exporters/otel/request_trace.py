@@ -11,7 +11,8 @@ Owns the bounds: whatever happens to a request, its trace has at most `MAX_PHASE
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kvwatch.exporters.otel.sampling import Reason
@@ -50,15 +51,17 @@ class Phase:
 
 @dataclass(slots=True)
 class Happening:
-    """Something at one moment: a copy-on-write, or a preemption with the one in whose favour it was."""
+    """Something at one moment: a copy-on-write, a preemption with the one in whose favour it was, a live change."""
 
-    name: Literal["copy_on_write", "preempted"]
+    name: Literal["copy_on_write", "preempted", "config_changed", "pool_rebuilt"]
     time_ns: int
-    num_blocks: int
+    num_blocks: int = 0
     tokens_at_risk: int = 0
     beneficiary: str = ""
     favoured: "RequestTrace | None" = None
     """Trace of the beneficiary; none if that is unknown or the request itself."""
+    change: Mapping[str, str | int | float] = field(default_factory=dict)
+    """What somebody changed while the request was live, by the names of attributes."""
 
 
 def new_span_id() -> str:

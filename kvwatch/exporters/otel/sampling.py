@@ -24,8 +24,17 @@ class Sampler:
     """
 
     def __init__(self, ratio: float, slow_seconds: float) -> None:
-        self._bound = TraceIdRatioBased(ratio).bound
+        self.ratio = ratio
         self._slow_ns = round(slow_seconds * 1e9)
+
+    @property
+    def ratio(self) -> float:
+        """Part of the traces that begin here which is exported; may be changed, from any thread."""
+        return self._ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float) -> None:
+        self._ratio, self._bound = ratio, TraceIdRatioBased(ratio).bound
 
     def first(self, context: TraceContext) -> Reason | None:
         """Decide when a request is queued; None leaves it to `last`. The ratio's choice is that of other SDKs."""

@@ -1,6 +1,6 @@
 """A finished request as spans: one SERVER span in the words of the GenAI conventions, its phases below it.
 
-    chat <model>                     SERVER, continues the caller's trace; events: copy-on-write, preemption
+    chat <model>                     SERVER, continues the caller's trace; events: copies, preemptions, live changes
     ├── queue
     ├── prefill
     │   ├── prefill chunk            one for each step that computed a part of the prompt
@@ -200,7 +200,11 @@ class _Family:
 
     def event(self, happening: Happening) -> SpanEvent:
         """Return a happening as an event of the SERVER span."""
-        attributes: Attributes = {"kvwatch.kv.blocks": happening.num_blocks}
+        attributes: Attributes = {
+            name: clean(value) if isinstance(value, str) else value for name, value in happening.change.items()
+        }
+        if not attributes:
+            attributes["kvwatch.kv.blocks"] = happening.num_blocks
         if happening.name == "preempted":
             attributes["kvwatch.kv.tokens_at_risk"] = happening.tokens_at_risk
             attributes["kvwatch.beneficiary.request.id"] = clean(happening.beneficiary)

@@ -16,7 +16,13 @@ from kvwatch.telemetry.events.block import (
     BlocksStored,
     CacheCleared,
 )
-from kvwatch.telemetry.events.control import DrainStarted, PoolRebuilt
+from kvwatch.telemetry.events.control import (
+    AdmissionPaused,
+    AdmissionResumed,
+    ConfigChanged,
+    DrainStarted,
+    PoolRebuilt,
+)
 from kvwatch.telemetry.events.request import (
     FirstToken,
     RequestAdmitted,
@@ -49,6 +55,8 @@ from kvwatch.telemetry.events.transfer import (
 )
 
 __all__ = [
+    "AdmissionPaused",
+    "AdmissionResumed",
     "AllocationFailed",
     "BlocksAllocated",
     "BlocksCopied",
@@ -59,6 +67,7 @@ __all__ = [
     "BlocksShared",
     "BlocksStored",
     "CacheCleared",
+    "ConfigChanged",
     "DrainStarted",
     "EngineEnded",
     "EngineStalled",

@@ -1,4 +1,4 @@
-"""Events of the people who run the server. Numbers 70 to 79; 80 was taken before the family had a range of its own."""
+"""Events of the people who run the server, and of what they change. Numbers 80 to 89."""
 
 from typing import Annotated, Literal
 
@@ -9,6 +9,26 @@ from kvwatch.telemetry.schema import Event, amount_of, event, identity, label, v
 NS = 1e-9
 
 RebuildOutcome = Literal["resized", "refused", "failed"]
+
+SettingKey = Literal[
+    "num_blocks",
+    "watermark",
+    "max_num_seqs",
+    "max_batch_tokens",
+    "max_prefill_chunk",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "reserve_prompt",
+    "preemption_mode",
+    "victim_policy",
+    "protect_after_preemptions",
+    "prefix_cache",
+    "trace_ratio",
+    "log_level",
+    "block_size",
+    "kv_dtype",
+]
+"""Settings that can change while the engine runs; `kvwatch.control.settings` says what they are."""
 
 
 @event(
@@ -39,3 +59,42 @@ class DrainStarted(Event):
     """Sent on SIGTERM; after the grace time what still runs is aborted."""
 
     grace_ns: Annotated[int, value(1, "Grace time.", "ns")]
+
+
+@event(
+    82, "control.config_changed", "Somebody changed a setting of the running engine.",
+    feeds=(metrics.CONFIG_CHANGES.count(),),
+)  # fmt: skip
+class ConfigChanged(Event):
+    """One for each setting. When only the declared value has changed, `old` is `new`."""
+
+    actor: Annotated[str, identity(1, "Who asked.")]
+    key: Annotated[SettingKey, label(2, "Setting.")]
+    old: Annotated[str, identity(3, "Value before, as text.")]
+    new: Annotated[str, identity(4, "Value from now on, as text.")]
+    declared: Annotated[str, identity(5, "Value that flags, environment and file say, as text.")]
+    reason: Annotated[str, identity(6, "Why, in the words of whoever asked.")]
+    config: Annotated[dict[str, float], value(7, "All settings in force from now on that are numbers.", "1")]
+
+    @property
+    def is_drift(self) -> bool:
+        """Whether the setting is not what was declared."""
+        return self.new != self.declared
+
+
+@event(83, "control.admission_paused", "Somebody has the engine admit no waiting request for a while.")
+class AdmissionPaused(Event):
+    """Who runs goes on. A second one sets a new time."""
+
+    actor: Annotated[str, identity(1, "Who asked.")]
+    reason: Annotated[str, identity(2, "Why, in the words of whoever asked.")]
+    duration_ns: Annotated[int, value(3, "Time after which admission goes on by itself.", "ns")]
+
+
+@event(84, "control.admission_resumed", "Waiting requests are admitted again.")
+class AdmissionResumed(Event):
+    """Since somebody asked, or since the time of the pause was over."""
+
+    actor: Annotated[str, identity(1, "Who asked; empty when the time was over.")]
+    reason: Annotated[str, identity(2, "Why, in the words of whoever asked.")]
+    paused_ns: Annotated[int, value(3, "How long it was paused.", "ns")]

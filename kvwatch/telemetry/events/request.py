@@ -12,7 +12,7 @@ NS = 1e-9
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 RejectionReason = Literal["queue_full", "too_long", "draining", "invalid", "unauthorized"]
 PreemptionMode = Literal["recompute", "swap"]
-PreemptionReason = Literal["blocks", "memory"]
+PreemptionReason = Literal["blocks", "memory", "rebuild"]
 WaitReason = Literal["blocks", "sequences", "tokens", "paused", "transfer"]
 Operation = Literal["chat", "text_completion"]
 """What the caller asked for, in the words of OpenTelemetry's GenAI conventions."""
@@ -115,7 +115,10 @@ class RequestPreempted(Event):
 
     request: Annotated[str, identity(1, "Request that was preempted.")]
     mode: Annotated[PreemptionMode, label(2, "What happens to its K/V.")]
-    reason: Annotated[PreemptionReason, label(3, "What was short: blocks, or memory for the step's workspace.")]
+    reason: Annotated[
+        PreemptionReason,
+        label(3, "What was short: blocks, or memory for the step's workspace; or the pool was made anew."),
+    ]
     num_blocks: Annotated[int, value(4, "Blocks that become free.", "blocks")]
     tokens_at_risk: Annotated[int, value(5, "Computed tokens that may have to be computed again.", "tokens")]
     beneficiary: Annotated[str, identity(6, "Request in whose favour; empty for nobody's.")]

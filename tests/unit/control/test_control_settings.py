@@ -1,9 +1,12 @@
 """The table of settings that can change live."""
 
+from typing import get_args
+
 import pytest
 
 from kvwatch.control import LIVE_SETTINGS, ChangeKind
 from kvwatch.control.settings import SettingValue
+from kvwatch.telemetry.events.control import SettingKey
 
 
 @pytest.mark.parametrize(
@@ -14,7 +17,7 @@ from kvwatch.control.settings import SettingValue
         ("kv_dtype", "int8"),
     ],
 )  # fmt: skip
-def test_a_value_of_the_right_type_within_bounds_has_no_problem(key: str, value: SettingValue) -> None:
+def test_a_value_of_the_right_type_within_bounds_has_no_problem(key: SettingKey, value: SettingValue) -> None:
     assert LIVE_SETTINGS[key].problem(value) == ""
 
 
@@ -35,8 +38,12 @@ def test_a_value_of_the_right_type_within_bounds_has_no_problem(key: str, value:
         ("block_size", [16], "not an integer"),
     ],
 )
-def test_a_wrong_value_is_refused_with_the_remedy(key: str, value: object, said: str) -> None:
+def test_a_wrong_value_is_refused_with_the_remedy(key: SettingKey, value: object, said: str) -> None:
     assert said in LIVE_SETTINGS[key].problem(value)
+
+
+def test_events_can_name_every_setting_that_can_change_and_no_other() -> None:
+    assert tuple(LIVE_SETTINGS) == get_args(SettingKey)
 
 
 def test_only_what_the_layout_of_the_cache_depends_on_needs_a_rebuild() -> None:

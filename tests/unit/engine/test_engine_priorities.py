@@ -94,14 +94,14 @@ def test_while_admission_is_paused_those_who_run_go_on() -> None:
     stage = Stage(max_num_seqs=4)
     stage.submit("first", max_tokens=3)
     stage.core.step()
-    stage.core.scheduler.admission.is_paused = True
+    stage.core.scheduler.admission.pause.begin(60.0, "test", "")
     stage.submit("second")
 
     outputs = [stage.core.step() for _ in range(3)]
 
     assert [output.request_id for step in outputs for output in step] == ["first", "first"]
     assert [(each.request, each.wait_reason) for each in stage.core.snapshot().requests] == [("second", "paused")]
-    stage.core.scheduler.admission.is_paused = False
+    stage.core.scheduler.admission.pause.end("test", "")
     assert len(run_until_idle(stage.core)["second", 0]) == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 from builders import FakeClock, LedgerFollower, NullModel, Recorder, make_core, make_request, make_settings
 from builders import run_until_idle as run
 
-from kvwatch.control import PoolControl
+from kvwatch.control import LiveControl
 from kvwatch.errors import ChangeFailed, ChangeRefused
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.telemetry import metrics as m
@@ -19,6 +19,7 @@ from kvwatch_engine.contracts.request import FinishReason
 from kvwatch_engine.contracts.step import Int64Array
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.engine import Engine
+from kvwatch_engine.live import LiveEngine
 from kvwatch_engine.resize import with_num_blocks
 from kvwatch_engine.scheduling.request import RequestState, WaitReason
 
@@ -176,11 +177,11 @@ def test_an_engine_resizes_on_its_thread_and_refuses_by_the_new_size() -> None:
         settings, model, log, lambda outputs: reasons.update((o.request_id, o.finish_reason) for o in outputs),
         block_bytes=64, memory_bytes={"kv": 41 * 64}, memory=model,
     )  # fmt: skip
-    control: PoolControl = engine  # all that the observatory needs of it
+    control: LiveControl = LiveEngine(engine)  # all that the observatory needs of it
     engine.start()
     try:
         assert engine.max_model_len == 64
-        control.resize(9, reason="less memory is left")
+        control.apply({"num_blocks": 9}, actor="test", reason="less memory is left")
         snapshot = engine.snapshot()
         assert snapshot.tiers[0].num_blocks == 9
         assert snapshot.config["num_blocks"] == 9
@@ -189,9 +190,9 @@ def test_an_engine_resizes_on_its_thread_and_refuses_by_the_new_size() -> None:
         assert engine.max_new_tokens(20, 1) == 12
         with pytest.raises(RequestInvalid, match="the longest possible sequence has 32"):
             engine.submit(make_request("long", [5] * 30, max_tokens=20))
-        with pytest.raises(ChangeRefused, match="at least 2"):
-            engine.resize(1)
-        engine.resize(50)
+        with pytest.raises(ChangeRefused, match="less than 2; give at least that"):
+            control.apply({"num_blocks": 1}, actor="test", reason="")
+        control.apply({"num_blocks": 50}, actor="test", reason="")
         engine.submit(make_request("long", [5] * 30, max_tokens=20))
         engine.check_integrity()
     finally:

@@ -299,14 +299,14 @@ def test_an_engine_that_was_paused_is_not_stuck_however_long_requests_wait() -> 
     with running_engine(stall_seconds=1.0) as (engine, _, collected, log):
         recorder = Recorder(log)
         admission = engine._core.scheduler.admission
-        admission.is_paused = True
+        admission.pause.begin(60.0, "test", "")
         engine.submit(make_request("r", [4], max_tokens=2, ignore_eos=True))
         wait_for(lambda: admission.waiting_for == {"paused": 1})
 
         time.sleep(2.5)
         assert engine.is_alive()
         assert not collected.outputs
-        admission.is_paused = False
+        admission.pause.end("test", "")
         wait_for(lambda: "r" in collected.reasons())
 
         assert not any(isinstance(event, EngineStalled) for event in recorder.drain())

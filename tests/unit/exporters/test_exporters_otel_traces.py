@@ -11,6 +11,8 @@ from traced_engine import CALLER, STEP_SECONDS, Traced, attributes, of, pressed,
 from kvwatch.exporters.otel import request_trace
 from kvwatch.telemetry.events import (
     BlocksEvicted,
+    ConfigChanged,
+    PoolRebuilt,
     RequestFinished,
     RequestResumed,
 )
@@ -265,3 +267,26 @@ def test_under_any_load_the_phases_are_the_times_that_the_engine_itself_reports(
         chunks = [chunk for phase in trace.phases for chunk in phase.chunks if not chunk.is_recompute]
         if not trace.num_preemptions:
             assert sum(chunk.num_tokens for chunk in chunks) == event.prompt_tokens - event.cached_tokens
+
+
+def test_what_somebody_changes_is_an_event_of_every_request_that_is_live() -> None:
+    traced = Traced()
+    for name in ("a", "b"):
+        traced.add(of(name, range(10), max_tokens=6))
+    traced.core.step()
+    traced.core.log.append(ConfigChanged("night shift", "watermark", "0", "0.05", "0", "to see", {}))
+    traced.core.log.append(PoolRebuilt(41, 60, "resized", 3_000_000, 0))
+    traced.core.log.append(PoolRebuilt(60, 2, "refused", None, 0, "", "too small"))
+    traced.run()
+
+    for name in ("a", "b"):
+        changed, rebuilt = [e for e in traced.root(name).events if e.name != "kvwatch.copy_on_write"]
+        assert changed.name == "kvwatch.config_changed"
+        assert dict(changed.attributes or {}) == {
+            "kvwatch.config.key": "watermark",
+            "kvwatch.config.old": "0",
+            "kvwatch.config.new": "0.05",
+            "kvwatch.config.actor": "night shift",
+        }
+        assert rebuilt.name == "kvwatch.pool_rebuilt"
+        assert dict(rebuilt.attributes or {})["kvwatch.pool.pause_seconds"] == 0.003

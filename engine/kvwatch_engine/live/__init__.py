@@ -1,0 +1,12 @@
+"""An engine that is looked into and changed while it serves. Above `engine`, below the composition root.
+
+values.py      settings by their keys: reads them, and makes those that are wanted
+planning.py    what a change would do, and what stands against it
+changer.py     carries it out between two steps
+inspection.py  blocks, requests and prefixes, in pages
+control.py     `LiveEngine`: all of it for the observatory and the admin API, from any thread
+"""
+
+from kvwatch_engine.live.control import LiveEngine
+
+__all__ = ["LiveEngine"]

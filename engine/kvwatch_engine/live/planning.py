@@ -1,0 +1,117 @@
+"""What a change of settings would do to an engine as it is now, and what stands against it. Changes nothing."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvwatch.control import Changes, SettingChange, SettingKey, SettingValue
+from kvwatch.errors import ChangeRefused
+from kvwatch_engine.contracts.settings import EngineSettings
+from kvwatch_engine.core import EngineCore
+from kvwatch_engine.live.values import check_changes, is_rebuild, live_values, wanted_settings
+from kvwatch_engine.resize import AcceptedRequest, check_worst_cases
+from kvwatch_engine.scheduling.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePlan:
+    """A change that is possible; valid until a request or a block changes."""
+
+    wanted: EngineSettings
+    changes: tuple[SettingChange, ...]
+    """What really changes."""
+    outside: Mapping[SettingKey, SettingValue]
+    """What changes of the settings that are not the engine's."""
+    victims: tuple[Request, ...] = ()
+    """Running requests that must give their blocks back."""
+    num_blocks_freed: int = 0
+    num_cached_blocks_lost: int = 0
+    num_blocks_kept: int = 0
+    """Blocks whose content is copied."""
+    is_resize: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def plan_change(
+    core: EngineCore, changes: Changes, outside: Mapping[SettingKey, SettingValue], accepted: Iterable[AcceptedRequest]
+) -> ChangePlan:
+    """Return how the engine would change.
+
+    Args:
+        core: the engine, between two steps.
+        changes: what is wanted.
+        outside: present values of the settings that are not the engine's, as far as there are any.
+        accepted: requests that were accepted and have not ended.
+
+    Raises:
+        ChangeRefused: it cannot be so.
+    """
+    check_changes(changes)
+    values = {**live_values(core.settings), **outside}
+    absent = changes.keys() - {str(key) for key in values}
+    if absent:
+        raise ChangeRefused(f"{min(absent)} has nobody here whom it concerns; leave it out")
+    if any(is_rebuild(key) and key in changes and changes[key] != value for key, value in values.items()):
+        raise ChangeRefused(
+            "block_size and kv_dtype change by a rebuild of the cache, which this server does not allow"
+        )
+    wanted = wanted_settings(core.settings, changes)
+    asked = {key: changes[str(key)] for key, value in outside.items() if changes.get(key, value) != value}
+    now = {**values, **live_values(wanted), **asked}
+    changed = tuple(SettingChange(key, values[key], now[key]) for key in values if values[key] != now[key])
+    requests = list(accepted)
+    _check_requests(core, wanted, requests)
+    plan = ChangePlan(wanted, changed, asked, notes=tuple(_notes(core, wanted)))
+    return plan if wanted.num_blocks == core.settings.num_blocks else _with_resize(core, plan, requests)
+
+
+def _check_requests(core: EngineCore, wanted: EngineSettings, requests: list[AcceptedRequest]) -> None:
+    if wanted.preemption_mode == "swap" and core.tiers is None:
+        raise ChangeRefused(
+            "preemption_mode swap needs room to swap to, and this server was started without; choose recompute or auto"
+        )
+    if wanted.watermark_blocks >= wanted.num_blocks - 1:
+        raise ChangeRefused(
+            f"the watermark keeps {wanted.watermark_blocks} blocks free, but a pool of {wanted.num_blocks} has "
+            f"{wanted.num_blocks - 1} beside the null block; ask for a lower watermark, or for more blocks"
+        )
+    if wanted.max_chunk > core.settings.max_chunk:  # groups with a window hold more for a longer chunk
+        check_worst_cases(wanted, requests)
+    if wanted.max_num_seqs >= core.settings.max_num_seqs:
+        return
+    for request in requests:
+        if request.sampling.num_sequences > wanted.max_num_seqs:
+            raise ChangeRefused(
+                f"request {request.request_id} has {request.sampling.num_sequences} sequences, but max_num_seqs would "
+                f"be {wanted.max_num_seqs}: it could never run; ask for more, or wait until it has ended"
+            )
+
+
+def _notes(core: EngineCore, wanted: EngineSettings) -> Iterable[str]:
+    num_running = core.scheduler.lifecycle.num_admitted_sequences
+    if num_running > wanted.max_num_seqs:
+        yield f"{num_running} sequences run; they go on, and others wait until fewer than {wanted.max_num_seqs} do"
+    if core.settings.enable_prefix_cache and not wanted.enable_prefix_cache:
+        yield "cached blocks stay until others need their room, and serve again when the prefix cache is on again"
+
+
+def _with_resize(core: EngineCore, plan: ChangePlan, requests: list[AcceptedRequest]) -> ChangePlan:
+    """Add what another number of blocks takes."""
+    resizer, pool, wanted = core.resizer, core.manager.pool, plan.wanted
+    resizer.check(wanted, requests)
+    surplus = pool.num_used - (wanted.num_blocks - 1)
+    victims = core.scheduler.room_makers(surplus) if surplus > 0 else []
+    num_freed = core.scheduler.num_blocks_freed_by(victims)
+    num_used = pool.num_used - num_freed
+    room = wanted.num_blocks - 1 - num_used
+    num_cached = pool.num_cached
+    return ChangePlan(
+        wanted,
+        plan.changes,
+        plan.outside,
+        victims=tuple(victims),
+        num_blocks_freed=num_freed,
+        num_cached_blocks_lost=max(0, num_cached - room),
+        num_blocks_kept=num_used + min(num_cached, room),
+        is_resize=True,
+        notes=plan.notes,
+    )
