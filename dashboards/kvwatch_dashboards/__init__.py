@@ -1,0 +1,12 @@
+"""Dashboards and rules for Prometheus and Grafana, written in Python over the metrics' declarations.
+
+- settings.py     every threshold and its reason
+- promql.py       the only place that turns a metric into a query
+- recording.py    recording rules, `level:metric:operation`
+- alerts/         alerts by whom they wake: page.py, ticket.py
+- rules_file.py   rules as YAML
+- generated.py    what is written to dashboards/generated
+
+    python -m kvwatch_dashboards            # writes dashboards/generated
+    python -m kvwatch_dashboards --check    # exit 1 if something there is not what would be written
+"""

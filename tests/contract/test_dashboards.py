@@ -1,0 +1,126 @@
+"""What is generated names only what exists; every alert can be looked up; nothing generated was changed by hand."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvwatch.derive.metrics import PREFIX, full_name
+from kvwatch.telemetry import metrics as m
+from kvwatch.telemetry.metrics import CATALOGUE
+from kvwatch.telemetry.schema import Metric, MetricKind
+from kvwatch_dashboards import promql
+from kvwatch_dashboards.alerts import ALERTS, Alert
+from kvwatch_dashboards.generated import FOLDER, differences, files
+from kvwatch_dashboards.recording import RECORDINGS
+
+RUNBOOK = (Path(__file__).parents[2] / "dashboards" / "runbook.md").read_text(encoding="utf-8")
+SELECTOR = re.compile(r"(?<![\w:])(kvwatch_\w+)(?:\{([^}]*)\})?")
+MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"((?:[^"\\]|\\.)*)"')
+AGGREGATED = re.compile(r"(?<![\w:])(engine:kvwatch_\w+:\w+)")
+OF_TARGETS = {*promql.COMMON, "le"}
+PARTS = ("_bucket", "_sum", "_count")
+PARTS_OF_THE_RUNBOOK = ("**Meaning.**", "**Impact.**", "**First checks**", "**Remedy.**")
+
+
+def metric_of(name: str) -> Metric | None:
+    """Return the metric of a series, which must have the suffix of its kind."""
+    for metric in CATALOGUE:
+        if metric.kind is MetricKind.HISTOGRAM and name in {full_name(metric) + part for part in PARTS}:
+            return metric
+        if metric.kind is not MetricKind.HISTOGRAM and name == full_name(metric):
+            return metric
+    return None
+
+
+def wrong_selectors(text: str) -> Iterator[str]:
+    """Yield what a query asks for and no metric has."""
+    for name, matchers in SELECTOR.findall(text):
+        metric = metric_of(name)
+        if metric is None:
+            yield f"{name} is no metric"
+            continue
+        for label, _, _ in MATCHER.findall(matchers):
+            if label not in OF_TARGETS | set(metric.labels):
+                yield f"{name} has no label {label}"
+
+
+def queries() -> list[str]:
+    return [*(alert.expr for alert in ALERTS), *(rule.expr for rule in RECORDINGS)]
+
+
+def runbook_queries() -> list[str]:
+    return [code for code in re.findall(r"`([^`]+)`", RUNBOOK.replace("\n   ", " ")) if PREFIX in code]
+
+
+def test_what_is_generated_is_what_would_be_generated_now() -> None:
+    assert differences() == []
+    assert sorted(files()) == sorted(path.name for path in FOLDER.iterdir())
+
+
+def test_generation_is_deterministic() -> None:
+    assert files() == files()
+
+
+def test_queries_of_rules_name_metrics_and_labels_that_exist() -> None:
+    assert [wrong for query in queries() for wrong in wrong_selectors(query)] == []
+
+
+def test_queries_of_the_runbook_name_metrics_and_labels_that_exist() -> None:
+    found = runbook_queries()
+
+    assert len(found) > 40
+    assert [wrong for query in found for wrong in wrong_selectors(query)] == []
+    recorded = {rule.name for rule in RECORDINGS}
+    assert {name for query in (*found, *queries()) for name in AGGREGATED.findall(query)} <= recorded
+
+
+def test_the_check_of_queries_sees_what_is_wrong() -> None:
+    bad = 'rate(kvwatch_nothing_total[5m]) + kvwatch_requests{stat="x"} + kvwatch_queue_seconds + kvwatch_preemptions'
+
+    assert len(list(wrong_selectors(bad))) == 4
+
+
+def test_recording_rules_are_named_level_metric_operation() -> None:
+    assert all(re.fullmatch(r"engine:kvwatch_[a-z_]+:(rate|ratio|ratio_rate)\w*", rule.name) for rule in RECORDINGS)
+
+
+def test_every_alert_has_its_section_in_the_runbook_with_three_first_checks() -> None:
+    sections = re.split(r"^## ", RUNBOOK, flags=re.MULTILINE)[1:]
+    by_name = {section.split("\n", 1)[0]: section for section in sections}
+
+    assert list(by_name) == [alert.name for alert in ALERTS]
+    for name, section in by_name.items():
+        assert all(part in section for part in PARTS_OF_THE_RUNBOOK), name
+        assert re.findall(r"^(\d)\. ", section, flags=re.MULTILINE) == ["1", "2", "3"], name
+        assert re.search(r"`(?:kvwatch|curl|engine:|up|sum|increase|histogram|rate|time|df)", section), name
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_an_alert_says_what_it_means_and_where_to_read_on(alert: Alert) -> None:
+    assert alert.runbook_url.endswith(f"#{alert.name.lower()}")
+    assert alert.summary
+    assert not alert.summary.endswith(".")
+    assert alert.description.endswith(".")
+
+
+def test_an_unknown_label_or_the_wrong_kind_fails_while_building() -> None:
+    with pytest.raises(promql.QueryError, match="no label 'stat'"):
+        promql.series(m.REQUESTS, stat="running")
+    with pytest.raises(promql.QueryError, match="plain selector"):
+        promql.series(m.QUEUE_SECONDS)
+    with pytest.raises(promql.QueryError, match="not a counter"):
+        promql.rate(m.REQUESTS)
+    with pytest.raises(promql.QueryError, match="not a gauge"):
+        promql.gauge(m.PREEMPTIONS)
+    with pytest.raises(promql.QueryError, match="no bound"):
+        promql.late_ratio(m.TIME_TO_FIRST_TOKEN, 3.14, "5m")
+
+
+def test_annotations_are_json_and_so_yaml() -> None:
+    for line in (FOLDER / "alerts.rules.yaml").read_text(encoding="utf-8").splitlines():
+        _, _, scalar = line.strip().partition(": ")
+        if scalar.startswith('"'):
+            json.loads(scalar)
