@@ -82,3 +82,9 @@ class BoundedRequestProtocol(BoundedProtocol):
         cycle: RequestResponseCycle | None = self.cycle
         is_answering = cycle is not None and not cycle.response_complete
         return is_answering or super()._is_idle()
+
+
+class BoundedStreamProtocol(BoundedRequestProtocol):
+    """The same, with a limit of connections: for a listener that few people speak to."""
+
+    has_limit = True

@@ -35,6 +35,8 @@ from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.clock import Clock, SystemClock
 
 if TYPE_CHECKING:
+    from kvwatch.admin.engines import AdminEngines
+    from kvwatch.admin.part import AdminPart
     from kvwatch.exporters.kv_events.part import KVEvents
     from kvwatch.recorder.part import RecorderPart, RecorderSettings
     from kvwatch.stream.engines import StreamedEngines
@@ -72,6 +74,7 @@ class Sidecar:
         """What reads each engine."""
         self._known: set[tuple[str, int]] = set()
         self._engines, self.stream = _make_stream(self._plan)
+        self._admin_engines, self.admin = _make_admin(self._plan)
         self.recorders: list[RecorderPart] = []
         """One for each rank, if anything is recorded."""
         self.desks: list[DiagnosisDesk] = []
@@ -79,7 +82,7 @@ class Sidecar:
         self.fleet = Fleet(
             metrics_listen=unless_off(settings.metrics_listen),
             runners=[self._runner(source) for source in self.sources],
-            parts=[] if self.stream is None else [self.stream],
+            parts=[part for part in (self.stream, self.admin) if part is not None],
             more=self._unreached,
         )
 
@@ -149,6 +152,23 @@ class Sidecar:
         self.fleet.add(watch)
         if self._engines is not None:
             self._engines.add(rank.log, rank.control.snapshot, subject.labels, epoch)
+        if self._admin_engines is not None:
+            self._offer(rank, watch, subject.labels, epoch)
+
+    def _offer(self, rank: Rank, watch: Watch, labels: dict[str, str], epoch: str) -> None:
+        from kvwatch.admin.engines import AdminEngine
+
+        assert self._admin_engines is not None
+        self._admin_engines.add(
+            AdminEngine(
+                labels=labels,
+                log=rank.log,
+                view=watch.shown_view,
+                control=rank.control,
+                is_up=rank.is_up,
+                epoch=epoch,
+            )
+        )
 
     def _make_parts(
         self, subject: Subject, rank: Rank, epoch: str, exemplars: ExemplarStore, watch: Callable[[], Watch]
@@ -206,12 +226,15 @@ def run_until_signal(settings: SidecarSettings) -> None:
     signal.signal(signal.SIGUSR2, lambda _signum, _frame: sidecar.dump())
     sidecar.start()
     try:
-        metrics, stream = sidecar.fleet.metrics_address, sidecar.stream
+        metrics, stream, admin = sidecar.fleet.metrics_address, sidecar.stream, sidecar.admin
         logger.info(
             "ready",
             version=__version__,
             engines=[text.partition("=")[0] for text in settings.engine],
             metrics=f"http://{_join(*metrics)}/metrics" if metrics else "off",
+            admin=f"http://{_join(*admin.address)}/admin/v1"
+            if admin is not None and admin.address is not None
+            else "off",
             grpc=_join(*stream.address) if stream is not None and stream.address is not None else "off",
         )
         stop.wait()
@@ -229,6 +252,16 @@ def _make_stream(plan: ObservatoryPlan) -> "tuple[StreamedEngines | None, Teleme
 
     engines = StreamedEngines()
     return engines, TelemetryServer(plan.stream, engines, always, always)
+
+
+def _make_admin(plan: ObservatoryPlan) -> "tuple[AdminEngines | None, AdminPart | None]":
+    if plan.admin is None:
+        return None, None
+    from kvwatch.admin.engines import AdminEngines
+    from kvwatch.admin.part import AdminPart
+
+    engines = AdminEngines()
+    return engines, AdminPart(plan.admin, engines)
 
 
 def _make_kv_events(settings: SidecarSettings, dp_rank: int, clock: Clock, block_size: Callable[[], int]) -> "KVEvents":

@@ -85,8 +85,8 @@ def serve_process(model: Path | str, *flags: str, cwd: Path | None = None) -> It
     """Start a server on free ports and wait until it is ready."""
     command = [
         sys.executable, "-m", "kvwatch", "serve", "--model", str(model), "--port", "0",
-        "--metrics-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0", "--flight-dir", "off",
-        "--log-format", "json", *flags,
+        "--metrics-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0",
+        "--flight-dir", "off", "--log-format", "json", *flags,
     ]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, cwd=cwd)
     server = ServerProcess(process)

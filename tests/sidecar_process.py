@@ -13,6 +13,7 @@ def sidecar_process(*engines: str, flags: tuple[str, ...] = ()) -> Iterator[Serv
     """Start a sidecar beside these engines on free ports and wait until it is ready."""
     command = [
         sys.executable, "-m", "kvwatch", "sidecar", "--metrics-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0",
+        "--admin-listen", "127.0.0.1:0",
         "--flight-dir", "off", "--log-format", "json",
         *(word for engine in engines for word in ("--engine", engine)), *flags,
     ]  # fmt: skip

@@ -96,6 +96,7 @@ def sidecar_stage(
 ) -> Iterator[SidecarStage]:
     """Run a sidecar beside these engines for as long as the block lasts."""
     options = {"metrics_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "flight_dir": "off"} | more
+    options.setdefault("admin_listen", "127.0.0.1:0")
     sidecar = Sidecar(SidecarSettings(engine=engines, **options), make)
     sidecar.start()
     try:

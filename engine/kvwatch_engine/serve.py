@@ -406,13 +406,14 @@ def _num_blocks(settings: ServeSettings, spec: KVCacheSpec, max_model_len: int, 
 
 def _announce(settings: ServeSettings, serving: Serving, port: int, seconds: float) -> None:
     model, engine = serving.model, serving.engine.settings
-    metrics, stream = serving.built.observatory.metrics_address, serving.built.stream
+    metrics, stream, admin = serving.built.observatory.metrics_address, serving.built.stream, serving.built.admin
     capacity = engine.num_blocks - 1
     logger.info(
         "ready",
         version=__version__,
         api=f"http://{_join(settings.host, port)}/v1",
         metrics=f"http://{_join(*metrics)}/metrics" if metrics else "off",
+        admin=f"http://{_join(*admin.address)}/admin/v1" if admin is not None and admin.address is not None else "off",
         grpc=_join(*stream.address) if stream is not None and stream.address is not None else "off",
         model=model.name,
         dtype=model.dtype,

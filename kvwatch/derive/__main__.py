@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import kvwatch.telemetry.events  # noqa: F401 - fills the registry
+from kvwatch.admin.part import OPERATIONS
 from kvwatch.derive.docs import events_section, metrics_section, replace_section, table
 from kvwatch.derive.lock import broken_promises, decode_lock, encode_lock, make_lock
 from kvwatch.derive.metrics import metric_specs
@@ -38,6 +39,7 @@ def artefacts() -> dict[str, Generate]:
         "docs/metrics.md": lambda page: replace_section(page, "metrics", metrics_section(metric_specs(REGISTRY))),
         "docs/sources.md": lambda page: replace_section(page, "sources", _sources()),
         "docs/configuration.md": _configuration,
+        "docs/admin.md": lambda page: replace_section(page, "operations", _operations()),
         "kvwatch/stream/telemetry.proto": _proto,
         "tests/golden/exposition.txt": lambda _: sample_page("text").decode(),
     }
@@ -109,6 +111,14 @@ def _configuration(page: str) -> str:
 def _sources() -> str:
     rows = [(f"`{each.metric.name}`", *each.cells) for each in knowledge()]
     return table(("metric", *SOURCES), rows)
+
+
+def _operations() -> str:
+    described = [each for each in OPERATIONS if each.is_described]
+    return table(
+        ("method", "path", "role", "what"),
+        [(each.method, f"`{each.path}`", f"`{each.role}`", each.brief) for each in described],
+    )
 
 
 def _show(name: str, now: str, wanted: str) -> None:

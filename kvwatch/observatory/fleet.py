@@ -20,13 +20,13 @@ import structlog
 from kvwatch.derive.metrics import PREFIX
 from kvwatch.errors import ExporterError
 from kvwatch.exporters.identity import COMMON_LABELS
-from kvwatch.exporters.listener import Listener, bind
 from kvwatch.exporters.prometheus.asgi import MetricsApp, make_listener
 from kvwatch.exporters.prometheus.families import Family, SampleSource
 from kvwatch.exporters.prometheus.labels import printable
 from kvwatch.exporters.prometheus.page import MetricsPage
 from kvwatch.exporters.prometheus.process import ProcessMetrics, subscriber_samples
 from kvwatch.ledger.view import Sample
+from kvwatch.listener import Listener, bind
 from kvwatch.observatory.observatory import METRICS_SETTING
 from kvwatch.observatory.part import Part
 from kvwatch.observatory.thread import STOP_SECONDS, LoopThread

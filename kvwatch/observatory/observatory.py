@@ -22,13 +22,13 @@ from kvwatch.control import EngineControl
 from kvwatch.errors import ExporterError
 from kvwatch.exporters.exemplars import ExemplarStore
 from kvwatch.exporters.identity import EngineIdentity
-from kvwatch.exporters.listener import Listener, bind
 from kvwatch.exporters.prometheus.asgi import MetricsApp, make_listener
 from kvwatch.exporters.prometheus.page import MetricsPage
 from kvwatch.exporters.prometheus.process import ProcessMetrics
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.ledger.series import SeriesSettings
 from kvwatch.ledger.view import HistogramSample, Sample, View
+from kvwatch.listener import Listener, bind
 from kvwatch.observatory.part import Part
 from kvwatch.observatory.thread import STOP_SECONDS, LoopThread
 from kvwatch.observatory.watch import Watch, WatchOptions

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvwatch.config import parse_bytes
-from kvwatch.control import EngineControl, OutsideSetting, SettingKey, SettingValue
+from kvwatch.control import EngineControl, LiveControl, OutsideSetting, SettingKey, SettingValue
 from kvwatch.errors import ConfigError
 from kvwatch.exporters.exemplars import ExemplarStore
 from kvwatch.exporters.identity import COMMON_LABELS, EngineIdentity
@@ -19,7 +19,7 @@ from kvwatch.exporters.otel.settings import OtelSettings, parse_endpoint, parse_
 from kvwatch.exporters.prometheus.settings import series_settings
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.ledger.series import SeriesSettings
-from kvwatch.ledger.view import HistogramSample, Sample
+from kvwatch.ledger.view import HistogramSample, Sample, View
 from kvwatch.logs import LogLevel
 from kvwatch.observatory.desk import DiagnosisDesk
 from kvwatch.observatory.observatory import METRICS_SETTING, Observatory
@@ -30,6 +30,9 @@ from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot
 
 if TYPE_CHECKING:
+    from kvwatch.admin.engines import DeclaredSetting
+    from kvwatch.admin.part import AdminPart
+    from kvwatch.admin.settings import AdminOptions
     from kvwatch.exporters.otel.part import OtelPart
     from kvwatch.exporters.otel.sampling import Sampler
     from kvwatch.recorder.part import RecorderPart, RecorderSettings
@@ -50,6 +53,10 @@ class Subject:
     """Its settings as text, without secrets, for the heads of recordings."""
     api: tuple[str, int | None] = ("", None)
     """Host and port of its API, for spans; none while unknown."""
+    live: LiveControl | None = None
+    """Looks into it and changes it; none for an engine of another project."""
+    declared: "Sequence[DeclaredSetting]" = ()
+    """Its settings with the source of each, for the admin API."""
 
     @property
     def labels(self) -> dict[str, str]:
@@ -104,6 +111,7 @@ class Built:
     stream: "StreamServer | None"
     desk: DiagnosisDesk
     """Says what is the matter with the engine."""
+    admin: "AdminPart | None" = None
     outside: Mapping[SettingKey, OutsideSetting] = field(default_factory=dict)
     """Settings of the observatory and the process that can change live."""
 
@@ -116,6 +124,7 @@ class ObservatoryPlan:
     series: SeriesSettings
     stream: "StreamOptions | None"
     recorder: "RecorderSettings | None"
+    admin: "AdminOptions | None"
 
     def build(self, subject: Subject, *, further: Sequence[Part] = (), has_vllm_aliases: bool = False) -> Built:
         """Make the observatory of one engine.
@@ -135,12 +144,13 @@ class ObservatoryPlan:
         stream = self._make_stream(subject, epoch)
         otel = self.make_otel(subject, exemplars, live)
         desk = DiagnosisDesk(lambda: live.watched().samples(), lambda: subject.identity, subject.log.clock)
+        admin = self._make_admin(subject, epoch, lambda: observatory.view)
         observatory = Observatory(
             subject.log,
             subject.control,
             subject.identity,
             metrics_listen=unless_off(self.settings.metrics_listen),
-            parts=[*further, desk, *(part for part in (recorder, stream, otel) if part is not None)],
+            parts=[*further, desk, *(part for part in (recorder, stream, otel, admin) if part is not None)],
             series=self.series,
             exemplars=exemplars,
             has_vllm_aliases=has_vllm_aliases,
@@ -148,7 +158,7 @@ class ObservatoryPlan:
         outside: dict[SettingKey, OutsideSetting] = {"log_level": LogLevel()}
         if otel is not None:
             outside["trace_ratio"] = TraceRatio(otel.sampler)
-        return Built(observatory, recorder, stream, desk, outside)
+        return Built(observatory, recorder, stream, desk, admin, outside)
 
     @staticmethod
     def make_recorder(
@@ -175,6 +185,26 @@ class ObservatoryPlan:
         from kvwatch.stream.server import StreamServer
 
         return StreamServer(subject.log, subject.control, self.stream, subject.labels, epoch)
+
+    def _make_admin(self, subject: Subject, epoch: str, view: Callable[[], View]) -> "AdminPart | None":
+        if self.admin is None:
+            return None
+        from kvwatch.admin.engines import AdminEngine, AdminEngines
+        from kvwatch.admin.part import AdminPart
+
+        engines = AdminEngines()
+        engines.add(
+            AdminEngine(
+                labels=subject.labels,
+                log=subject.log,
+                view=view,
+                control=subject.control,
+                live=subject.live,
+                declared=subject.declared,
+                epoch=epoch,
+            )
+        )
+        return AdminPart(self.admin, engines)
 
     def make_otel(
         self, subject: Subject, exemplars: ExemplarStore, live: Live, *, may_export_logs: bool = True
@@ -222,7 +252,13 @@ def plan_observatory(settings: ObservatorySettings, stem: str, cache_dir: Path) 
     if settings.otlp_endpoint is not None:
         parse_endpoint(settings.otlp_endpoint, settings.otlp_protocol)
         parse_headers(settings.otlp_headers or "")
-    return ObservatoryPlan(settings, series, _stream_options(settings), _recorder_settings(settings, stem, cache_dir))
+    return ObservatoryPlan(
+        settings,
+        series,
+        _stream_options(settings),
+        _recorder_settings(settings, stem, cache_dir),
+        _admin_options(settings),
+    )
 
 
 def _stream_options(settings: ObservatorySettings) -> "StreamOptions | None":
@@ -236,6 +272,22 @@ def _stream_options(settings: ObservatorySettings) -> "StreamOptions | None":
         token_file=settings.grpc_token_file,
         certificate=settings.grpc_cert,
         key=settings.grpc_key,
+    )
+    check_options(options)
+    return options
+
+
+def _admin_options(settings: ObservatorySettings) -> "AdminOptions | None":
+    listen = unless_off(settings.admin_listen)
+    if listen is None:
+        return None
+    from kvwatch.admin.settings import AdminOptions, check_options, parse_hosts
+
+    options = AdminOptions(
+        listen=listen,
+        token_file=settings.admin_token_file,
+        hosts=parse_hosts(settings.admin_hosts),
+        audit_file=settings.admin_audit_file,
     )
     check_options(options)
     return options

@@ -28,6 +28,17 @@ class ObservatorySettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     grpc_cert: Annotated[str | None, setting("PEM certificate chain of the event stream.")] = None
     grpc_key: Annotated[str | None, setting("PEM key of the event stream.")] = None
+    admin_listen: Annotated[str, setting("HOST:PORT of the admin API; `off` for none.")] = "127.0.0.1:9401"
+    admin_token_file: Annotated[
+        str | None, setting("File with NAME ROLES TOKEN [EXPIRES] on each line; needed for changes, and off loopback.")
+    ] = None
+    admin_hosts: Annotated[
+        str | None,
+        setting("Names of hosts under which the admin API is called beside localhost and addresses, as A,B."),
+    ] = None
+    admin_audit_file: Annotated[
+        str | None, setting("File to which every change through the admin API is appended, beside the log.")
+    ] = None
     record_dir: Annotated[str | None, setting("Folder of recorded events; none records nothing.")] = None
     record_bytes: Annotated[str, setting("Room for all recordings; the oldest are removed.")] = "1GiB"
     record_file_bytes: Annotated[str, setting("Size at which a new recording is begun.")] = "64MiB"

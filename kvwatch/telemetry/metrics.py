@@ -409,6 +409,11 @@ TELEMETRY_ERRORS = _counter(
     "telemetry_errors", "Errors inside a subscriber; the engine was not touched.", "1", ("subscriber",), moves="On defects.",
     action="Not 0: a defect in kvwatch; look at its logs.",
 )  # fmt: skip
+ADMIN_AUTH_FAILURES = _counter(
+    "admin_auth_failures", "Requests on the admin listener that were refused for who sent them, by why.", "1", ("reason",),
+    moves="On missing, unknown and expired tokens, missing roles, foreign hosts and origins.",
+    action="unknown or host, again and again: somebody tries. expired: renew the token in the file.",
+)  # fmt: skip
 TELEMETRY_CPU = _counter(
     "telemetry_cpu_seconds", "Processor time of kvwatch's own threads.", "seconds", ("thread",),
     moves="All the time.", action="The cost of watching; its rate is a part of one core.",

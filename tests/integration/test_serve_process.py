@@ -183,7 +183,8 @@ def test_a_taken_port_is_named(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         kv_events = ["--kv-events", f"tcp://127.0.0.1:{port}", "--kv-events-socket", "bind"]
-        quiet = ["--port", "0", "--metrics-listen", "off", "--grpc-listen", "off", "--flight-dir", "off"]
+        quiet = ["--port", "0", "--flight-dir", "off"]
+        quiet += [word for name in ("metrics", "grpc", "admin") for word in (f"--{name}-listen", "off")]
         for flags in (["--port", port], ["--port", "0", "--metrics-listen", f"127.0.0.1:{port}"], quiet + kv_events):
             command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(folder), *flags]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

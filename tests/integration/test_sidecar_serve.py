@@ -23,6 +23,7 @@ from kvwatch.sockets import bind
 
 MODEL = "tiny"
 OF_AN_OBSERVATORY = (
+    "kvwatch_admin_",
     "kvwatch_telemetry_",
     "kvwatch_source_",
     "kvwatch_build_info",

@@ -22,7 +22,7 @@ EXPORTERS = (
     Fault(
         name="half-a-request-for-ever",
         stands_for="Connections with half a request each keep their places, and every scraper and probe out.",
-        file="kvwatch/exporters/listener.py",
+        file="kvwatch/listener.py",
         old="http=BoundedProtocol,",
         new='http="h11",',
         tests=(LISTENER,),

@@ -45,6 +45,7 @@ def idle_cost(engines: list[str], folder: str) -> dict[str, float]:
     """Return memory and processor time of a sidecar whose engines are not there."""
     command = [
         sys.executable, "-m", "kvwatch", "sidecar", "--metrics-listen", "127.0.0.1:0", "--grpc-listen", "127.0.0.1:0",
+        "--admin-listen", "127.0.0.1:0",
         "--cache-dir", folder, "--log-format", "json", *(word for each in engines for word in ("--engine", each)),
     ]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

@@ -144,6 +144,7 @@ def main() -> None:
         settings = ObservatorySettings(
             metrics_listen=f"127.0.0.1:{metrics_port}",
             grpc_listen=f"127.0.0.1:{grpc_port}",
+            admin_listen="off",
             record_dir=str(folder / "records"),
             flight_dir=str(folder / "flight"),
             otlp_endpoint=peers.endpoint,

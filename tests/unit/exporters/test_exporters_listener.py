@@ -11,14 +11,14 @@ from naive_engine import ManualClock
 from starlette.testclient import TestClient
 
 from kvwatch import http_protocol
+from kvwatch import listener as listener_module
 from kvwatch.errors import ConfigError, ExporterError
-from kvwatch.exporters import listener as listener_module
 from kvwatch.exporters.identity import EngineIdentity
-from kvwatch.exporters.listener import Listener, bind, parse_address
 from kvwatch.exporters.prometheus.asgi import MetricsApp, make_listener
 from kvwatch.exporters.prometheus.families import ViewCollector
 from kvwatch.exporters.prometheus.page import MetricsPage
 from kvwatch.ledger.mirror import Mirror
+from kvwatch.listener import Listener, bind, parse_address
 
 
 def make_client(is_alive: Callable[[], bool] = lambda: True, is_ready: Callable[[], bool] = lambda: True) -> TestClient:

@@ -34,7 +34,12 @@ class InlineControl:
 
 def settings(**given: object) -> ObservatorySettings:
     """Return settings that open no port unless the test asks for one."""
-    quiet: dict[str, object] = {"metrics_listen": "off", "grpc_listen": "off", "flight_dir": "off"}
+    quiet: dict[str, object] = {
+        "metrics_listen": "off",
+        "grpc_listen": "off",
+        "admin_listen": "off",
+        "flight_dir": "off",
+    }
     return ObservatorySettings(**(quiet | given))  # type: ignore[arg-type]
 
 
@@ -45,7 +50,9 @@ def subject() -> Subject:
 
 
 def test_by_default_there_is_a_flight_recorder_in_the_cache_folder_and_no_recording(tmp_path: Path) -> None:
-    plan = plan_observatory(ObservatorySettings(metrics_listen="off", grpc_listen="off"), "a.0", tmp_path)
+    plan = plan_observatory(
+        ObservatorySettings(metrics_listen="off", grpc_listen="off", admin_listen="off"), "a.0", tmp_path
+    )
 
     assert plan.recorder is not None
     assert plan.recorder.flight_dir == tmp_path / "flight"
@@ -67,8 +74,8 @@ def test_what_is_off_is_not_built(tmp_path: Path) -> None:
 
 def test_everything_that_is_on_runs_and_counts_itself_by_name(tmp_path: Path) -> None:
     given = settings(
-        metrics_listen="127.0.0.1:0", grpc_listen="127.0.0.1:0", flight_dir=str(tmp_path / "flight"),
-        record_dir=str(tmp_path / "records"), otlp_endpoint="grpc://127.0.0.1:9",
+        metrics_listen="127.0.0.1:0", grpc_listen="127.0.0.1:0", admin_listen="127.0.0.1:0",
+        flight_dir=str(tmp_path / "flight"), record_dir=str(tmp_path / "records"), otlp_endpoint="grpc://127.0.0.1:9",
     )  # fmt: skip
     built = plan_observatory(given, "a.0", tmp_path).build(subject())
     built.observatory.start()
@@ -81,7 +88,7 @@ def test_everything_that_is_on_runs_and_counts_itself_by_name(tmp_path: Path) ->
             for sample in built.observatory.samples()
             if sample.metric.name == "telemetry_gaps"
         }  # fmt: skip
-        assert subscribers >= {"ledger", "recorder", "stream", "otel"}
+        assert subscribers >= {"ledger", "recorder", "stream", "otel", "admin"}
     finally:
         built.observatory.stop()
     assert list((tmp_path / "flight").iterdir())
@@ -120,6 +127,10 @@ def test_recordings_and_stream_name_a_run_of_the_engine_alike(tmp_path: Path) ->
         ({"metrics_listen": "nowhere"}, "--metrics-listen"),
         ({"metrics_listen": "..:1"}, "--metrics-listen"),
         ({"grpc_listen": "a..b:1"}, "--grpc-listen"),
+        ({"admin_listen": "0.0.0.0:0"}, "--admin-token-file"),
+        ({"admin_listen": "127.0.0.1:0", "admin_token_file": "no-such-file"}, "--admin-token-file"),
+        ({"admin_listen": "127.0.0.1:0", "admin_audit_file": "/no/such/folder/x"}, "--admin-audit-file"),
+        ({"admin_listen": "127.0.0.1:0", "admin_hosts": "http://x"}, "--admin-hosts"),
         ({"record_dir": "~nobody-of-that-name/x"}, "--record-dir"),
         ({"flight_dir": "~nobody-of-that-name"}, "--flight-dir"),
         ({"record_dir": "/dev/null/x"}, "--record-dir"),
@@ -134,7 +145,7 @@ def test_a_wrong_setting_is_named_before_anything_is_built(
         plan_observatory(settings(**given), "a.0", tmp_path)
 
 
-@pytest.mark.parametrize("which", ["metrics_listen", "grpc_listen"])
+@pytest.mark.parametrize("which", ["metrics_listen", "grpc_listen", "admin_listen"])
 def test_a_port_that_is_taken_is_refused_before_anything_is_built(tmp_path: Path, which: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         given = {which: f"127.0.0.1:{taken.getsockname()[1]}"}

@@ -44,9 +44,15 @@ class _Server(uvicorn.Server):
 
 
 class Listener:
-    """An ASGI application served on a bound socket. `serve` and `close` on one event loop."""
+    """An ASGI application served on a bound socket. `serve` and `close` on one event loop.
 
-    def __init__(self, app: ASGIApp, bound: socket.socket) -> None:
+    Args:
+        app: What answers.
+        bound: Where it is asked.
+        protocol: How connections are bounded.
+    """
+
+    def __init__(self, app: ASGIApp, bound: socket.socket, protocol: type[BoundedProtocol] = BoundedProtocol) -> None:
         self.socket = bound
         config = uvicorn.Config(
             app,
@@ -59,7 +65,7 @@ class Listener:
             timeout_keep_alive=75,
             limit_concurrency=MAX_CONNECTIONS,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            http=BoundedProtocol,
+            http=protocol,
             ws="none",
         )
         self._server = _Server(config)

@@ -1,0 +1,12 @@
+"""The admin API over HTTP: looks into running engines and changes them, for those who may.
+
+    settings.py, part.py      where it listens; its place on the observatory's thread
+    access.py, tokens.py      who may ask
+    routing.py, app.py        from a request to a handler and back
+    operation.py, openapi.py  what an operation is; the document that is derived from all of them
+    problems.py               errors
+    engines.py, site.py       what handlers work with
+    pool.py, inspect.py, event_stream.py ...  handlers, each with its operations
+
+Sees engines only through `kvwatch.control`, their logs and their views. Imports no exporter, recorder or stream.
+"""

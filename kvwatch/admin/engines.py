@@ -1,0 +1,129 @@
+"""The engines that the API speaks of, and which of them a caller means. Knows no HTTP beyond the problems it raises.
+
+An engine's own process has one, and callers need not name it. A sidecar may have several, which appear one by one.
+"""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from kvwatch.admin import problems
+from kvwatch.admin.problems import Problem
+from kvwatch.control import EngineControl, LiveControl
+from kvwatch.ledger.view import View
+from kvwatch.telemetry.log import EventLog
+
+T = TypeVar("T")
+
+MAX_NAMES = 8
+"""Engines that an error lists."""
+
+
+def given(value: T | UnsetType) -> T | None:
+    """Return the value of a parameter; none if it was not given."""
+    return None if value is UNSET else value
+
+
+class EngineQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which engine is meant; what is left open must leave no choice."""
+
+    engine: Annotated[str, Meta(description="Name of the engine, where several are watched.", max_length=256)] = ""
+    dp_rank: Annotated[
+        Annotated[int, Meta(ge=0, le=65_535)] | UnsetType,
+        Meta(description="Rank of the engine, where it has several."),
+    ] = UNSET
+
+
+class DeclaredSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting as the process was started with."""
+
+    key: str
+    value: str
+    """As text; a secret is hidden."""
+    source: str
+    """`flag`, `environment VARIABLE`, `file PATH` or `default`."""
+    brief: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdminEngine:
+    """One engine that the API speaks of."""
+
+    labels: Mapping[str, str]
+    """Its labels in all metrics."""
+    log: EventLog
+    view: Callable[[], View]
+    """Gives its newest view. Any thread."""
+    control: EngineControl
+    live: LiveControl | None = None
+    """Looks into it and changes it; none for an engine of another project."""
+    declared: Sequence[DeclaredSetting] = ()
+    """All settings of its process, for one in this process."""
+    is_up: Callable[[], bool] = lambda: True
+    """Whether it is reached. Any thread."""
+    epoch: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Names this run of the log."""
+
+    @property
+    def name(self) -> str:
+        """Stable name, the label `engine`."""
+        return self.labels.get("engine", "")
+
+    @property
+    def dp_rank(self) -> int:
+        """The label `dp_rank`."""
+        return int(self.labels.get("dp_rank", "0"))
+
+    def require_live(self) -> LiveControl:
+        """Return what looks into the engine and changes it.
+
+        Raises:
+            Problem: it is an engine of another project.
+        """
+        if self.live is None:
+            raise Problem(
+                problems.UNSUPPORTED,
+                f"engine {self.name} tells its KV events and nothing else: it can neither be looked into nor changed "
+                "from here; kvwatch's own engine can",
+            )
+        return self.live
+
+
+class AdminEngines:
+    """Engines by name and rank. The observatory's loop only, except that the first may be added before it runs."""
+
+    def __init__(self) -> None:
+        self._engines: dict[tuple[str, int], AdminEngine] = {}
+
+    def add(self, engine: AdminEngine) -> None:
+        """Offer one more engine."""
+        self._engines[engine.name, engine.dp_rank] = engine
+
+    def all(self) -> Sequence[AdminEngine]:
+        """Return all that are known, in the order in which they appeared."""
+        return tuple(self._engines.values())
+
+    def find(self, query: EngineQuery) -> AdminEngine:
+        """Return the engine that is meant.
+
+        Raises:
+            Problem: there is no such engine, or several.
+        """
+        found = [
+            each
+            for each in self._engines.values()
+            if query.engine in {"", each.name} and query.dp_rank in {UNSET, each.dp_rank}
+        ]
+        if len(found) == 1:
+            return found[0]
+        if not self._engines:
+            raise Problem(problems.UNAVAILABLE, "no engine was reached yet; try again later", {"Retry-After": "1"})
+        known = [f"{each.name} (dp_rank {each.dp_rank})" for each in self._engines.values()]
+        listed = ", ".join(known[:MAX_NAMES]) + (", ..." if len(known) > MAX_NAMES else "")
+        if found:
+            raise Problem(problems.SEVERAL_ENGINES, f"name one of them with engine and dp_rank: {listed}")
+        raise Problem(problems.NOT_FOUND, f"no such engine is watched here; watched: {listed}")

@@ -1,0 +1,96 @@
+"""The admin API as a part of the observatory: its listener, on the observatory's thread and loop."""
+
+import asyncio
+import socket
+from collections.abc import Iterable
+
+from kvwatch.admin import document, event_stream, inspect, pool
+from kvwatch.admin.access import REFUSALS, AccessGuard
+from kvwatch.admin.app import AdminApp
+from kvwatch.admin.engines import AdminEngines
+from kvwatch.admin.event_stream import EventStreams
+from kvwatch.admin.openapi import make_document
+from kvwatch.admin.operation import Operation
+from kvwatch.admin.settings import AdminOptions, is_loopback, reserve
+from kvwatch.admin.site import Site
+from kvwatch.admin.tokens import TokenFile
+from kvwatch.http_protocol import BoundedStreamProtocol
+from kvwatch.ledger.collector import Follower
+from kvwatch.ledger.view import Sample
+from kvwatch.listener import Listener
+from kvwatch.telemetry import metrics as m
+from kvwatch.telemetry.clock import Clock, SystemClock
+
+NAME = "admin"
+
+OPERATIONS: tuple[Operation, ...] = (
+    *document.OPERATIONS,
+    *pool.OPERATIONS,
+    *inspect.OPERATIONS,
+    *event_stream.OPERATIONS,
+)
+"""Everything that is answered."""
+
+
+class AdminPart:
+    """A `Part` of the observatory. `open` on the caller's thread, `run` and `close` on the observatory's.
+
+    Args:
+        options: Address and access.
+        engines: What is spoken of; more may be added while it runs.
+        clock: Tells the time.
+    """
+
+    name = NAME
+    follower: Follower | None = None
+
+    def __init__(self, options: AdminOptions, engines: AdminEngines, clock: Clock | None = None) -> None:
+        self._options = options
+        self._engines = engines
+        self._clock = clock or SystemClock()
+        self._streams = EventStreams(options.max_streams)
+        self._guard: AccessGuard | None = None
+        self._socket: socket.socket | None = None
+        self.address: tuple[str, int] | None = None
+        """Host and port, once open."""
+
+    def open(self) -> None:
+        """Take the address and read the tokens.
+
+        Raises:
+            ConfigError: an option is wrong, or others could look in without a token.
+            ExporterError: the address cannot be bound.
+        """
+        options = self._options
+        tokens = None if options.token_file is None else TokenFile(options.token_file, self._clock)
+        self._socket = reserve(options)
+        self.address = self._socket.getsockname()[:2]
+        is_local = is_loopback(self.address[0])
+        self._guard = AccessGuard(options, tokens, self._clock, is_loopback=is_local)
+
+    def samples(self) -> Iterable[Sample]:
+        """Return refused requests, and what the event streams have lost. Any thread."""
+        guard, streams = self._guard, self._streams
+        for why in REFUSALS:
+            yield Sample(m.ADMIN_AUTH_FAILURES, (why,), 0 if guard is None else guard.num_refused[why])
+        yield Sample(m.TELEMETRY_GAPS, (NAME,), streams.num_gaps)
+        yield Sample(m.TELEMETRY_DROPPED, (NAME,), streams.num_lost)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Answer until `stop` is set."""
+        assert self._socket is not None
+        assert self._guard is not None
+        described = make_document(OPERATIONS, is_reading_open=is_loopback(self._socket.getsockname()[0]))
+        site = Site(engines=self._engines, streams=self._streams, clock=self._clock, document=described)
+        app = AdminApp(OPERATIONS, self._guard, site)
+        serving = asyncio.ensure_future(Listener(app, self._socket, BoundedStreamProtocol).serve(stop))
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        self._streams.end()
+        stopping.cancel()
+        await serving
+
+    def close(self) -> None:
+        """Give back the address."""
+        if self._socket is not None:
+            self._socket.close()
