@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from builders import make_request
+from builders import make_request, run_until_idle
 from lora_adapters import AdaptedReference, make_adapter
+from paged_sequences import packed_step, paged_sequences
 from tiny_models import ARCHITECTURES, VOCAB_SIZE, Architecture, embedded_model_folder, make_tiny_model
 from transformers import AutoTokenizer
 
 from kvwatch.telemetry.log import EventLog
-from kvwatch_engine.contracts.adapter import Adapter
+from kvwatch_engine.contracts.adapter import Adapter, AdapterSpan
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.memory.kv_cache import KVCache
+from kvwatch_engine.model.attention import StepAttention
 from kvwatch_engine.model.loader import LoadedModel, load_model
 from kvwatch_engine.model.runner import ModelRunner
 
@@ -150,6 +152,45 @@ def test_preempted_requests_go_on_with_their_adapter(folder: Path, tmp_path: Pat
     assert core.scheduler.num_preemptions > 3
     for index, ((prompt, _), (text, _)) in enumerate(zip(asked, texts, strict=True)):
         assert_text(references[index % 3], prompt, text)
+
+
+def test_samples_of_one_prompt_share_its_adapter(folder: Path, tmp_path: Path) -> None:
+    model = load_model(str(folder), dtype="float32")
+    where = make_adapter(folder, tmp_path / "a", seed=0)
+    adapter, reference, prompt = model.adapters.load("a", where), AdaptedReference(folder, where), prompt_of(5, 21)
+    core = make_engine(model)
+    for request in (
+        make_request("samples", prompt, n=3, max_tokens=NEW_TOKENS, ignore_eos=True),
+        make_request("other", prompt, n=2, max_tokens=NEW_TOKENS, ignore_eos=True),
+    ):
+        core.add(replace(request, load_id=adapter.load_id if request.request_id == "samples" else None), 0)
+
+    texts = run_until_idle(core)
+
+    for index in range(3):
+        assert_text(reference, prompt, texts["samples", index])
+    assert texts["other", 0] == texts["other", 1] != texts["samples", 0]
+
+
+def test_in_bfloat16_an_adapter_stays_near_float32(folder: Path, tmp_path: Path) -> None:
+    where = make_adapter(folder, tmp_path / "a", seed=0)
+    model = load_model(str(folder), dtype="bfloat16")
+    adapter, prompt = model.adapters.load("a", where), prompt_of(6, 50)
+    cache = KVCache(model.cache_spec(8), 20)
+    (sequence,) = paged_sequences([prompt], block_size=8, num_blocks=20)
+    step = packed_step([(sequence, len(prompt))], block_size=8)
+    step = replace(step, adapters=(AdapterSpan(adapter.load_id, 0, len(prompt)),))
+
+    with torch.inference_mode():
+        hidden = model.decoder.hidden_states(
+            torch.from_numpy(step.token_ids), torch.from_numpy(step.positions), StepAttention.of_step(cache, step),
+            model.adapters.of_step(step.adapters),
+        )  # fmt: skip
+        logits = model.decoder.logits(hidden)
+
+    expected, base = (AdaptedReference(folder, each).logits(prompt) for each in (where, None))
+    distance = float((logits - expected).abs().mean() / expected.std())
+    assert distance < 0.05 < 0.5 < float((logits - base).abs().mean() / expected.std())
 
 
 @pytest.mark.model

@@ -28,6 +28,7 @@ from kvwatch_engine.model.loader import load_model
 from kvwatch_engine.model.runner import ModelRunner
 from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app
 from kvwatch_engine.server.adapters import AdapterOptions
+from kvwatch_engine.server.api_keys import ApiKeys
 
 BASE = "base"
 PROMPT = "A block holds the keys and values of a few tokens, and a table says which blocks a sequence uses."
@@ -100,7 +101,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 @contextmanager
-def lora_server(folders: Folders, *at_start: str, is_open: bool = True, max_adapters: int = 8) -> Iterator[Stage]:
+def lora_server(
+    folders: Folders, *at_start: str, is_open: bool = True, max_adapters: int = 8, api_keys: ApiKeys | None = None
+) -> Iterator[Stage]:
     model = load_model(str(folders.model), dtype="float32", served_name=BASE)
     limits = make_settings(
         num_blocks=257, block_size=8, max_model_len=512, max_batch_tokens=64, vocab_size=model.info.vocab_size,
@@ -113,7 +116,7 @@ def lora_server(folders: Folders, *at_start: str, is_open: bool = True, max_adap
         memory=model.adapters, max_adapters=max_adapters, folder=folders.adapters if is_open else None,
         at_start=tuple((name, folders.adapters / name) for name in at_start),
     )  # fmt: skip
-    app = create_app(engine, dispatcher, model.info, ServerSettings(), lora=options)
+    app = create_app(engine, dispatcher, model.info, ServerSettings(), api_keys=api_keys, lora=options)
     with serve(engine, app, dispatcher, log) as running:
         try:
             yield Stage(running, runner, model.adapters)
@@ -371,3 +374,24 @@ def test_a_bad_adapter_at_start_keeps_the_server_from_starting(folders: Folders)
     reason = re.escape("adapter 'nowhere' cannot be loaded: the adapter has no adapter_config.json")
     with pytest.raises(AdapterError, match=reason), lora_server(folders, "nowhere"):
         pass
+
+
+def test_where_keys_are_asked_for_only_an_admins_loads_and_unloads(folders: Folders, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[keys.boss]\nkey = "{"b" * 20}"\nadmin = true\n[keys.user]\nkey = "{"u" * 20}"\n')
+    with lora_server(folders, api_keys=ApiKeys(str(file))) as stage:
+
+        def post(route: str, key: str | None, **body: str) -> httpx.Response:
+            headers = {} if key is None else {"authorization": f"Bearer {key * 20}"}
+            return httpx.post(f"{stage.server.url}/v1/{route}", json=body, headers=headers, timeout=60)
+
+        def load(key: str | None) -> httpx.Response:
+            return post("load_lora_adapter", key, lora_name="a", lora_path="a")
+
+        refusal(load(None), 401)
+        assert "admin = true" in refusal(load("u"), 403)
+        assert load("b").status_code == 200
+        assert post("completions", "u", model="a", prompt=PROMPT).status_code == 200
+        refusal(post("unload_lora_adapter", "u", lora_name="a"), 403)
+        refusal(post("unload_lora_adapter", None, lora_name="a"), 401)
+        assert post("unload_lora_adapter", "b", lora_name="a").status_code == 200

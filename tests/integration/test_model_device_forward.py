@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from lora_adapters import make_adapter
 from paged_sequences import PagedSequence, packed_step, paged_sequences
 from tiny_models import make_tiny_model
 
+from kvwatch_engine.contracts.adapter import AdapterSpan
 from kvwatch_engine.contracts.step import StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention
@@ -31,8 +34,13 @@ def one_torch_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_model(str(make_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"))), dtype="float32")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LoadedModel:
+    return load_model(str(folder), dtype="float32")
 
 
 class CpuAttention(StepAttention):
@@ -226,3 +234,35 @@ def test_a_cache_on_another_device_is_refused(model: LoadedModel) -> None:
 
     with pytest.raises(ValueError, match="does not fit this model, which is on cpu"):
         runner.rebind(KVCache(model.cache_spec(BLOCK_SIZE), 4, "meta"))
+
+
+def test_steps_with_adapters_pass_by_the_graphs_and_leave_them_captured(
+    model: LoadedModel, folder: Path, tmp_path: Path
+) -> None:
+    adapter = model.adapters.load("a", make_adapter(folder, tmp_path / "a", seed=0))
+    cache = new_cache(model)
+    device = device_forward(model, cache)
+    device.capture(16)
+    sequences, sampled = sequences_of([9, 10, 11]), np.arange(3, dtype=np.int64)
+    device.logits(packed_step([(s, len(s.token_ids) - 1) for s in sequences], block_size=BLOCK_SIZE), sampled)
+    for sequence in sequences:
+        sequence.num_computed = len(sequence.token_ids) - 1
+    step = packed_step([(sequence, 1) for sequence in sequences], block_size=BLOCK_SIZE)
+    spans = (AdapterSpan(adapter.load_id, 1, 3),)
+    buckets = device.buckets
+
+    plain = device.logits(step, sampled)
+    adapted = device.logits(step, sampled, model.adapters.of_step(spans))
+    again = device.logits(step, sampled)
+
+    with torch.inference_mode():
+        hidden = model.decoder.hidden_states(
+            torch.tensor(step.token_ids), torch.tensor(step.positions), StepAttention.of_step(cache, step),
+            model.adapters.of_step(spans),
+        )  # fmt: skip
+        expected = model.decoder.logits(hidden)
+    torch.testing.assert_close(adapted, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(adapted[0], plain[0], atol=1e-4, rtol=0)
+    assert float((adapted[1:] - plain[1:]).abs().mean()) > 0.1
+    torch.testing.assert_close(again, plain, atol=1e-4, rtol=0)
+    assert device.buckets == buckets

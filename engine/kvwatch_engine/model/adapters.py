@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from kvwatch_engine.contracts.adapter import DEFAULT_MAX_RANK, Adapter, AdapterSpan, LoadId
-from kvwatch_engine.contracts.errors import AdapterError
+from kvwatch_engine.contracts.errors import AdapterError, is_out_of_memory
 from kvwatch_engine.model.decoder_config import DecoderConfig
 from kvwatch_engine.model.lora import LoraStep, LoraWeights
 from kvwatch_engine.model.lora_files import LoraTarget, read_adapter
@@ -49,6 +49,10 @@ class AdapterStore:
                 weights = read_adapter(folder, target)
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r} cannot be loaded: {error}") from error
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise AdapterError(f"adapter {name!r} cannot be loaded: there is not enough memory for it") from error
         load_id = LoadId(secrets.token_hex(16))
         self._weights[load_id] = weights
         return Adapter(

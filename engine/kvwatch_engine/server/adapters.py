@@ -19,11 +19,13 @@ from starlette.routing import Route
 from kvwatch_engine.contracts.adapter import DEFAULT_MAX_ADAPTERS, Adapter, AdapterMemory, check_adapter_name
 from kvwatch_engine.contracts.errors import AdapterError
 from kvwatch_engine.contracts.request import EngineClient
+from kvwatch_engine.server.access import caller_of
 from kvwatch_engine.server.bodies import decode_body, read_body
 from kvwatch_engine.server.errors import (
     AdapterExists,
     AdapterLoadingIsOff,
     AdapterRefused,
+    AdminKeyNeeded,
     ApiError,
     UnknownModel,
     shorten,
@@ -193,14 +195,16 @@ def folder_beneath(root: Path, path: str) -> Path:
 
 
 def adapter_routes(adapters: Adapters, models: ServedModels, settings: ServerSettings) -> list[Route]:
-    """Return the routes that load and unload adapters."""
+    """Return the routes that load and unload adapters; where keys are asked for, for callers with an admin's only."""
 
     async def load(request: Request) -> Response:
+        _check_admin(request)
         body = decode_body(await read_body(request, settings), LoadAdapterRequest)
         await adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
         return json_response(models.card(body.lora_name))
 
     async def unload(request: Request) -> Response:
+        _check_admin(request)
         body = decode_body(await read_body(request, settings), UnloadAdapterRequest)
         adapters.unload(body.lora_name)
         return json_response(AdapterUnloaded(id=body.lora_name))
@@ -209,3 +213,14 @@ def adapter_routes(adapters: Adapters, models: ServedModels, settings: ServerSet
         Route("/v1/load_lora_adapter", load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", unload, methods=["POST"]),
     ]
+
+
+def _check_admin(request: Request) -> None:
+    """Refuse callers who may not change what is served.
+
+    Raises:
+        AdminKeyNeeded: so.
+    """
+    caller = caller_of(request.scope)
+    if caller is not None and not caller.is_admin:
+        raise AdminKeyNeeded

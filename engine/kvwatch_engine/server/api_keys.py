@@ -4,6 +4,7 @@
     key = "..."               # at least 16 characters; or sha256 = "..." of the key, in hexadecimal
     tenant = "blue"           # the key's own name by default
     expires = 2027-01-01      # never by default
+    admin = true              # may load and unload LoRA adapters; false by default
 
     [tenants.blue]
     salt = "..."              # tenants of equal salt share prefix blocks; by default each tenant has its own
@@ -50,6 +51,8 @@ class Caller:
     tenant: str
     tenant_salt: str
     """Part of the block hashes of all requests of this tenant; empty for none."""
+    is_admin: bool = False
+    """Whether it may change what is served."""
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,6 +63,7 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant: str | None = None
     expires: object = None
     """A TOML date or time; msgspec knows no type that is either."""
+    admin: bool = False
 
 
 class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -226,7 +230,7 @@ def _digest(entry: KeyEntry) -> bytes:
 def _known(name: str, entry: KeyEntry, salts: Mapping[str, str]) -> _Known:
     tenant = entry.tenant or name
     salt = salts.get(tenant, tenant_salt(tenant))
-    return _Known(_digest(entry), Caller(name, tenant, salt), _unix_time(entry.expires))
+    return _Known(_digest(entry), Caller(name, tenant, salt, entry.admin), _unix_time(entry.expires))
 
 
 def _unix_time(moment: object) -> float | None:

@@ -8,6 +8,7 @@
     ├── AdapterRefused        400
     ├── AdapterExists         409
     ├── AdapterLoadingIsOff   403
+    ├── AdminKeyNeeded        403
     └── GenerationFailed      500, 503 when the server ended it, or 504 when its time was over
     ClientGone                nobody is left to answer
 
@@ -97,6 +98,18 @@ class AdapterLoadingIsOff(ApiError):
         super().__init__(
             "this server loads no adapters while it runs; start it with --lora-dir, or name them with --lora",
             code="lora_loading_off",
+        )
+
+
+class AdminKeyNeeded(ApiError):
+    """The caller's key may use what is served, and not change it."""
+
+    status = 403
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this API key may not load or unload adapters; use one that has admin = true in --api-key-file",
+            code="admin_key_needed",
         )
 
 
