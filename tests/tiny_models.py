@@ -4,6 +4,7 @@ The weights are random but not degenerate: biases and norm weights, which transf
 are random too, so that a decoder which forgot one of them fails.
 """
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -91,14 +92,20 @@ def random_model(architecture: Architecture, *, seed: int = 0, **config: Any) ->
     """Return a random model of transformers in float32, in evaluation mode, whose every parameter matters."""
     config_class, model_class = _CLASSES[architecture]
     shape = _SHAPE | ({"head_dim": 16} if architecture == "qwen3" else {}) | config
+    return with_random_weights(lambda: model_class(config_class(**shape)), seed)
+
+
+def with_random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
+    """Return a model in evaluation mode, its weights drawn anew; the same seed gives the same ones."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config_class(**shape)).eval()
+        model = make().eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Wide enough that attention is not uniform and that the best two logits differ clearly.
                 mean = 1.0 if "norm" in name else 0.0
-                parameter.normal_(mean, 0.3 if parameter.dim() == 1 else parameter.shape[1] ** -0.5 * 1.5)
+                fan_in = parameter[0].numel()
+                parameter.normal_(mean, 0.3 if parameter.dim() == 1 else fan_in**-0.5 * 1.5)
     return model
 
 

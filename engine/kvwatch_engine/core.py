@@ -22,7 +22,7 @@ from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, Re
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepExecutor, StepResult
 from kvwatch_engine.contracts.tiers import Tiers
-from kvwatch_engine.memory.block_hash import HashChain, root_hash, sequence_keys
+from kvwatch_engine.memory.block_hash import HashChain, MultimodalItem, root_hash, sequence_keys
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import BlockPool
 from kvwatch_engine.resize import AcceptedRequest, PoolResizer, PreparedResize
@@ -125,7 +125,7 @@ class EngineCore:
             arrival=arrival,
             queued_ns=queued_ns,
             seeds=[sequence_seed(first_seed, index) for index in range(sampling.num_sequences)],
-            chain=HashChain(self._root(source), settings.block_size),
+            chain=self._chain(source),
             search=self._search(source),
             rank=rank_of(source.priority, queued_ns, arrival, settings.priority_aging_seconds),
             deadline_ns=deadline_of(queued_ns, source.deadline_seconds, settings.deadline_seconds),
@@ -342,6 +342,10 @@ class EngineCore:
             return None
         max_tokens = min(sampling.max_tokens, settings.max_model_len - len(source.prompt_token_ids))
         return BeamSearch(sampling.beams, max_tokens, sampling.end_token_ids(settings.eos_token_ids))
+
+    def _chain(self, source: GenerationRequest) -> HashChain:
+        images = [MultimodalItem(each.position, each.num_tokens, each.image.content_hash) for each in source.images]
+        return HashChain(self._root(source), self.settings.block_size, images)
 
     def _root(self, source: GenerationRequest) -> BlockHash:
         return root_hash(

@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from image_oracle import Oracle
 from lora_adapters import make_adapter
 from paged_sequences import PagedSequence, packed_step, paged_sequences
 from tiny_models import make_tiny_model
+from tiny_vision_model import IMAGE, NUM_IMAGE_TOKENS, make_tiny_vision_model
 
 from kvwatch_engine.contracts.adapter import AdapterSpan
+from kvwatch_engine.contracts.image import ImageSpan
 from kvwatch_engine.contracts.step import StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention
@@ -266,3 +269,34 @@ def test_steps_with_adapters_pass_by_the_graphs_and_leave_them_captured(
     assert float((adapted[1:] - plain[1:]).abs().mean()) > 0.1
     torch.testing.assert_close(again, plain, atol=1e-4, rtol=0)
     assert device.buckets == buckets
+
+
+def test_a_step_of_one_image_token_is_not_taken_for_a_captured_decode_step(tmp_path: Path) -> None:
+    folder = make_tiny_vision_model(tmp_path)
+    model = load_model(str(folder), dtype="float32")
+    assert model.images is not None
+    prompt = Oracle(folder).prompt(f"{IMAGE} what?", 1)
+    image = prompt.images[0].image
+    cache, plain_cache = new_cache(model), new_cache(model)
+    forward = device_forward(model, cache)
+    forward.capture(16)
+    [sequence] = paged_sequences([prompt.token_ids], block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_new_tokens=1)
+    sampled = np.zeros(1, dtype=np.int64)
+
+    for position in range(NUM_IMAGE_TOKENS):
+        plain = packed_step([(sequence, 1)], block_size=BLOCK_SIZE)
+        step = replace(plain, images=(ImageSpan(0, 1, position, image),))
+        with torch.inference_mode():
+            logits = forward.logits(step, sampled, images=model.images.of_step(step.images))
+            hidden = model.decoder.hidden_states(
+                torch.tensor(step.token_ids),
+                torch.tensor(step.positions),
+                StepAttention.of_step(plain_cache, step),
+                images=model.images.of_step(step.images),
+            )
+            expected = model.decoder.logits(hidden)
+        assert torch.allclose(logits, expected, atol=1e-5)
+        assert not torch.allclose(logits, forward.logits(plain, sampled), atol=1e-2), "the token's own embedding"
+        forward.logits(step, sampled, images=model.images.of_step(step.images))
+        sequence.num_computed += 1
+    assert model.images.num_encoded == 1

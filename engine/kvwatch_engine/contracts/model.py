@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvwatch_engine.contracts.image import ImageInput
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
@@ -41,3 +43,5 @@ class ModelInfo:
     weights_fingerprint: str
     """Changes whenever the weights do."""
     weights_bytes: int
+    images: ImageInput | None = None
+    """How it takes images; none if it takes none."""

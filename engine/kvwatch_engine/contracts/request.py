@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvwatch.telemetry.events.request import Operation, RejectionReason
 from kvwatch_engine.contracts.adapter import AdapterAdmission, LoadId
+from kvwatch_engine.contracts.image import PromptImage
 from kvwatch_engine.contracts.sampling import SamplingParams
 
 
@@ -50,6 +51,8 @@ class GenerationRequest:
     """Unique among live requests."""
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    images: tuple[PromptImage, ...] = ()
+    """What stands behind placeholder tokens of the prompt, in order."""
     cache_salt: str = ""
     """Part of every block hash of this request: blocks are shared only between equal salts."""
     tenant_salt: str = ""

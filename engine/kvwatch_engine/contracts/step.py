@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwatch_engine.contracts.adapter import AdapterSpan
+from kvwatch_engine.contracts.image import ImageSpan
 from kvwatch_engine.contracts.request import PositionLogprobs
 from kvwatch_engine.contracts.sampling import SamplingParams
 
@@ -75,6 +76,8 @@ class StepInput:
     """Which tokens are computed with a LoRA adapter, one span for each; all others with the base model alone."""
     further_groups: tuple[GroupBlocks, ...] = ()
     """KV groups from 1 on; `slot_mapping` and `block_tables` are those of group 0."""
+    images: tuple[ImageSpan, ...] = ()
+    """Which tokens stand for images."""
 
     @property
     def groups(self) -> tuple[GroupBlocks, ...]:

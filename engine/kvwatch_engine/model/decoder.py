@@ -91,6 +91,14 @@ class StepAdapters(Protocol):
         ...
 
 
+class StepImages(Protocol):
+    """The images of one step."""
+
+    def put_into(self, hidden: torch.Tensor) -> None:
+        """Overwrite the rows of placeholder tokens in `dtype[num_tokens, hidden_size]` by what they stand for."""
+        ...
+
+
 class Decoder:
     """A decoder-only transformer. Holds no state between calls: the KV cache comes with each step."""
 
@@ -107,6 +115,7 @@ class Decoder:
         positions: torch.Tensor,
         attention: LayerAttention,
         adapters: StepAdapters | None = None,
+        images: StepImages | None = None,
     ) -> torch.Tensor:
         """Run all layers; writes the tokens' keys and values to the cache.
 
@@ -115,11 +124,14 @@ class Decoder:
             positions: i64[num_tokens]. Place of each token in its sequence, from 0.
             attention: cache and blocks of this step.
             adapters: LoRA adapters of this step; none if no token has one.
+            images: images of this step; none if no token stands for one.
 
         Returns:
             `dtype[num_tokens, hidden_size]`, before the last norm.
         """
         hidden = functional.embedding(token_ids, self._weights.embedding).to(self.dtype)
+        if images is not None:
+            images.put_into(hidden)
         angles = self._rotary.angles(positions, self.dtype)
         # What a part adds to the hidden states is added by the norm that follows, in one pass.
         added: torch.Tensor | None = None

@@ -17,6 +17,9 @@ SUPPORTED_ARCHITECTURES = {
 }
 """transformers' model type -> the architecture that this package computes."""
 
+IMAGE_ARCHITECTURES = {"llava": "LlavaForConditionalGeneration"}
+"""Likewise, of decoders with a vision tower before them; see `llava.py`."""
+
 SUPPORTED_ACTIVATIONS = ("silu",)
 
 
@@ -80,11 +83,12 @@ def _check_supported(raw: dict[str, Any]) -> None:
         ModelError: says what is not supported, and what is.
     """
     model_type = raw.get("model_type")
-    expected = SUPPORTED_ARCHITECTURES.get(str(model_type))
+    known = SUPPORTED_ARCHITECTURES | IMAGE_ARCHITECTURES
+    expected = known.get(str(model_type))
     architectures = raw.get("architectures") or [expected]
     if expected is None or expected not in architectures:
         name = architectures[0] or f"of model type {model_type!r}"
-        supported = ", ".join(SUPPORTED_ARCHITECTURES.values())
+        supported = ", ".join(known.values())
         raise ModelError(f"architecture {name} is not supported; supported: {supported}")
     quantization = raw.get("quantization_config")
     if quantization:

@@ -21,7 +21,7 @@ import torch
 from kvwatch_engine.contracts.block import NULL_BLOCK, PAD_SLOT
 from kvwatch_engine.contracts.step import Int64Array, StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
-from kvwatch_engine.model.decoder import Decoder, LayerAttention, StepAdapters
+from kvwatch_engine.model.decoder import Decoder, LayerAttention, StepAdapters, StepImages
 from kvwatch_engine.model.staging import StagedStep, StagingSizes, StepStaging
 
 DECODE_BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -102,13 +102,20 @@ class DeviceForward:
             self._cache.copy_blocks(sources, destinations)
 
     @torch.inference_mode()
-    def logits(self, step: StepInput, sampled: Int64Array, adapters: StepAdapters | None = None) -> torch.Tensor:
+    def logits(
+        self,
+        step: StepInput,
+        sampled: Int64Array,
+        adapters: StepAdapters | None = None,
+        images: StepImages | None = None,
+    ) -> torch.Tensor:
         """Run a step; returns when its logits are there.
 
         Args:
             step: whatever the scheduler composed.
             sampled: i64[num_sampled], packed tokens whose logits are wanted; none occurs twice.
             adapters: LoRA adapters of this step; none if no token has one.
+            images: images of this step; none if no token stands for one.
 
         Returns:
             f32[num_sampled, vocab_size] on the CPU.
@@ -116,20 +123,25 @@ class DeviceForward:
         with self._on_stream():
             staging = self._staging_for(step)
             num_seqs = len(step.context_lens)
-            is_captured = step.num_tokens == num_seqs and adapters is None
+            is_captured = step.num_tokens == num_seqs and adapters is None and images is None
             bucket = bucket_for(num_seqs, self._buckets) if is_captured else None
             if bucket is None:
                 lengths = int(np.diff(step.query_starts).max()), int(step.context_lens.max())
-                return self._to_host(self._forward(staging.stage(step, sampled), *lengths, adapters))
+                return self._to_host(self._forward(staging.stage(step, sampled), *lengths, adapters, images))
             staging.stage(step, sampled, bucket)
             return self._to_host(self._replays[bucket]()[: len(sampled)])
 
     def _forward(
-        self, staged: StagedStep, max_query_len: int, max_context_len: int, adapters: StepAdapters | None = None
+        self,
+        staged: StagedStep,
+        max_query_len: int,
+        max_context_len: int,
+        adapters: StepAdapters | None = None,
+        images: StepImages | None = None,
     ) -> torch.Tensor:
         """Return f32[num_sampled, vocab_size] on the device."""
         attention = self._attention(self._cache, staged, max_query_len, max_context_len)
-        hidden = self._decoder.hidden_states(staged.token_ids, staged.positions, attention, adapters)
+        hidden = self._decoder.hidden_states(staged.token_ids, staged.positions, attention, adapters, images)
         return self._decoder.logits(hidden[staged.sampled])
 
     def _captured(self, bucket: int) -> Replay:

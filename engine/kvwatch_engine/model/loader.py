@@ -12,12 +12,15 @@ from kvwatch_engine.contracts.errors import ModelError
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.model.adapters import AdapterStore
 from kvwatch_engine.model.decoder import Decoder
-from kvwatch_engine.model.decoder_config import decoder_config, read_config
+from kvwatch_engine.model.decoder_config import IMAGE_ARCHITECTURES, decoder_config, read_config
 from kvwatch_engine.model.dtypes import choose_dtype
 from kvwatch_engine.model.fingerprint import weights_fingerprint
 from kvwatch_engine.model.generation import eos_token_ids, read_generation_config, sampling_defaults
+from kvwatch_engine.model.image_encoder import ImageEncoder
+from kvwatch_engine.model.llava import decoder_name, takes_images, text_config
 from kvwatch_engine.model.rope import rotary_embedding
 from kvwatch_engine.model.sources import resolve_source
+from kvwatch_engine.model.vision_tower import load_vision_tower
 from kvwatch_engine.model.weights import load_weights, weight_files
 
 
@@ -29,6 +32,8 @@ class LoadedModel:
     decoder: Decoder
     adapters: AdapterStore
     """LoRA adapters beside it."""
+    images: ImageEncoder | None = None
+    """What sees images; none if the model takes none."""
 
     @property
     def device(self) -> torch.device:
@@ -91,18 +96,23 @@ def _load(
     choice = choose_dtype(dtype, device)
     found = resolve_source(source, cache_dir)
     config = read_config(found.folder)
-    shape = decoder_config(config)
-    rotary = rotary_embedding(config, shape.head_dim, device)
+    text = text_config(config)
+    shape = decoder_config(text)
+    rotary = rotary_embedding(text, shape.head_dim, device)
     generation = read_generation_config(found.folder)
     files = weight_files(found.folder)
     # Hashing frees the interpreter, so it runs beside the loading, which mostly waits for memory.
     with ThreadPoolExecutor(1, thread_name_prefix="fingerprint") as executor, torch.inference_mode():
         fingerprint = executor.submit(weights_fingerprint, files)
-        weights = load_weights(files, shape, choice.dtype, device)
+        rename = decoder_name if takes_images(config) else None
+        weights = load_weights(files, shape, choice.dtype, device, rename)
+        encoder = None
+        if takes_images(config):
+            encoder = ImageEncoder(load_vision_tower(files, config, choice.dtype, device))
     info = ModelInfo(
         name=served_name or found.name,
         folder=found.folder,
-        architecture=shape.architecture,
+        architecture=IMAGE_ARCHITECTURES.get(config.model_type, shape.architecture),
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -110,11 +120,12 @@ def _load(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         max_position=shape.max_position,
-        eos_token_ids=eos_token_ids(found.folder, generation, config),
+        eos_token_ids=eos_token_ids(found.folder, generation, text),
         sampling_defaults=sampling_defaults(generation),
         dtype=choice.name,
         dtype_reason=choice.reason,
         weights_fingerprint=fingerprint.result(),
-        weights_bytes=weights.num_bytes,
+        weights_bytes=weights.num_bytes + (encoder.num_bytes if encoder is not None else 0),
+        images=encoder.input if encoder is not None else None,
     )
-    return LoadedModel(info, Decoder(shape, weights, rotary), AdapterStore(shape, choice.dtype, device))
+    return LoadedModel(info, Decoder(shape, weights, rotary), AdapterStore(shape, choice.dtype, device), encoder)

@@ -9,12 +9,16 @@ import torch
 from kvwatch_engine.contracts.step import Int64Array, StepInput, StepResult
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention, warm_up_attention
+from kvwatch_engine.model.decoder import StepAdapters, StepImages
 from kvwatch_engine.model.graphs import DeviceForward, idle_step
 from kvwatch_engine.model.loader import LoadedModel
 from kvwatch_engine.model.sampler import sample
 
 _WARM_UP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 256)
 """Numbers of tokens in one step whose matrix products are prepared at start, if they can occur at all."""
+
+_NEVER = -1e30
+"""Logit of a token that is never chosen; a finite number, as all logits of a sound model."""
 
 
 class ModelRunner:
@@ -109,10 +113,23 @@ class ModelRunner:
     def _forward(self, step: StepInput, sampled: Int64Array) -> torch.Tensor:
         """Return f32[len(sampled), vocab_size] on the CPU, the logits of the packed tokens that `sampled` names."""
         adapters = self._model.adapters.of_step(step.adapters) if step.adapters else None
+        encoder = self._model.images
+        images = encoder.of_step(step.images) if encoder is not None and step.images else None
         if self._device is not None:
-            return self._device.logits(step, sampled, adapters)
+            logits = self._device.logits(step, sampled, adapters, images)
+        else:
+            logits = self._logits(step, sampled, adapters, images)
+        if encoder is not None:
+            logits[:, encoder.input.placeholder_id] = _NEVER  # no image would stand behind it
+        return logits
+
+    def _logits(
+        self, step: StepInput, sampled: Int64Array, adapters: StepAdapters | None, images: StepImages | None
+    ) -> torch.Tensor:
         decoder = self._model.decoder
         # torch.tensor copies: it may then not mind that the step's arrays are read-only.
         attention = StepAttention.of_step(self._kv_cache, step)
-        hidden = decoder.hidden_states(torch.tensor(step.token_ids), torch.tensor(step.positions), attention, adapters)
+        hidden = decoder.hidden_states(
+            torch.tensor(step.token_ids), torch.tensor(step.positions), attention, adapters, images
+        )
         return decoder.logits(hidden[torch.tensor(sampled)])

@@ -1,7 +1,7 @@
 """Reads safetensors files straight into fused weights."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +18,9 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Old checkpoints carry tables that are computed from the configuration.
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
+
+Rename = Callable[[str], str | None]
+"""Gives a stored tensor the name that its reader knows; None for what it leaves alone."""
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -46,11 +49,12 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 class TensorFiles:
     """Tensors of several safetensors files by name. A context manager; remembers which tensors were taken."""
 
-    def __init__(self, files: Sequence[Path], device: torch.device) -> None:
+    def __init__(self, files: Sequence[Path], device: torch.device, rename: Rename | None = None) -> None:
         self._files = files
+        self._rename = rename or str
         self._device = device
         self._stack = ExitStack()
-        self._handles: dict[str, Any] = {}
+        self._handles: dict[str, tuple[Any, str]] = {}
 
     def __enter__(self) -> Self:
         """Open all files.
@@ -64,7 +68,10 @@ class TensorFiles:
             except (SafetensorError, OSError) as error:
                 self._stack.close()
                 raise ModelError(f"{file.name} is not a readable safetensors file: {error}") from error
-            self._handles.update(dict.fromkeys(handle.keys(), handle))
+            for stored in handle.keys():  # noqa: SIM118 (no mapping)
+                name = self._rename(stored)
+                if name is not None:
+                    self._handles[name] = handle, stored
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,17 +93,22 @@ class TensorFiles:
         Raises:
             ModelError: it is missing, or not of this shape.
         """
-        handle = self._handles.pop(name, None)
-        if handle is None:
+        found = self._handles.pop(name, None)
+        if found is None:
             raise ModelError(f"the weights lack {name}; configuration and weights do not belong together")
-        tensor: torch.Tensor = handle.get_tensor(name)
+        handle, stored = found
+        tensor: torch.Tensor = handle.get_tensor(stored)
         if tensor.shape != shape:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, but the configuration asks for {shape}")
         return tensor.to(self._device)
 
 
 def load_weights(
-    files: Sequence[Path], config: DecoderConfig, dtype: torch.dtype, device: torch.device | None = None
+    files: Sequence[Path],
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    rename: Rename | None = None,
 ) -> DecoderWeights:
     """Load a decoder's weights.
 
@@ -105,11 +117,12 @@ def load_weights(
         config: shape of the decoder.
         dtype: float32 or bfloat16, to compute in.
         device: to compute on; none means the CPU.
+        rename: names of stored tensors in a decoder of its own; none if that is what they have.
 
     Raises:
         ModelError: tensors are missing, of the wrong shape, or left over (they would change the result).
     """
-    with TensorFiles(files, device or torch.device("cpu")) as tensors:
+    with TensorFiles(files, device or torch.device("cpu"), rename) as tensors:
         weights = _Builder(tensors, config, dtype).decoder()
         left = [name for name in tensors.remaining if not name.endswith(_COMPUTED_SUFFIX)]
     if left:

@@ -54,6 +54,7 @@ def check_valid(request: GenerationRequest, settings: EngineSettings) -> None:
         wrong = lowest if lowest < 0 else highest
         limit = settings.vocab_size - 1
         raise RequestInvalid(f"token id {wrong} is outside the vocabulary (0 to {limit})", param="prompt")
+    _check_images(request)
     _check_number(sampling, settings)
     if sampling.max_tokens < 1:
         raise RequestInvalid(f"max_tokens is {sampling.max_tokens}; it must be at least 1", param="max_tokens")
@@ -85,6 +86,23 @@ def _check_number(sampling: SamplingParams, settings: EngineSettings) -> None:
 def _name_of_number(sampling: SamplingParams) -> str:
     """Return the field that says how many sequences a request has."""
     return "n" if sampling.beams is None else "beam_width"
+
+
+def _check_images(request: GenerationRequest) -> None:
+    """Refuse images that do not lie one behind the other in the prompt.
+
+    Raises:
+        RequestInvalid: so.
+    """
+    free = 0
+    for image in request.images:
+        if image.num_tokens < 1 or not free <= image.position <= image.end <= len(request.prompt_token_ids):
+            raise RequestInvalid(
+                f"an image has tokens {image.position} to {image.end}, but {free} to {len(request.prompt_token_ids)} "
+                "are what is left of the prompt for it",
+                param="messages",
+            )
+        free = image.end
 
 
 def check_length(request: GenerationRequest, settings: EngineSettings) -> None:

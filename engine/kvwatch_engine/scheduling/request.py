@@ -133,6 +133,7 @@ class Request:
         "first_token_ns",
         "has_forked",
         "hits",
+        "images",
         "is_restorable",
         "last_token_ns",
         "load_id",
@@ -186,6 +187,7 @@ class Request:
         """
         self.request_id = source.request_id
         self.prompt_token_ids = source.prompt_token_ids
+        self.images = source.images
         self.sampling: SamplingParams = source.sampling
         self.search = search
         """The beam search that its sequences are the beams of."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvwatch_engine.contracts.adapter import AdapterSpan
+from kvwatch_engine.contracts.image import ImageSpan
 from kvwatch_engine.contracts.step import GroupBlocks, SampleRow, StepInput
 from kvwatch_engine.memory.block_manager import BlockCopy, BlockManager
 from kvwatch_engine.memory.group_tables import GroupTables
@@ -45,8 +46,11 @@ def build_step(
     sampled: list[Sequence] = []
     sample_indices: list[int] = []
     positions: list[int] = []
+    images: list[ImageSpan] = []
     for chunk in chunks:
         sequence, start, end = chunk.sequence, chunk.start, chunk.end
+        if sequence.request.images:
+            images += _image_spans(chunk, len(token_ids))
         token_ids += sequence.tokens(start, end)
         positions += range(start, end)
         query_starts.append(len(token_ids))
@@ -71,6 +75,7 @@ def build_step(
         sample_indices=np.array(sample_indices, dtype=np.int64),
         adapters=_adapter_spans(chunks, query_starts),
         further_groups=tuple(further),
+        images=tuple(images),
     )
     num_recomputed = sum(max(0, min(chunk.end, chunk.sequence.num_lost) - chunk.start) for chunk in chunks)
     return ScheduledStep(step_input, tuple(chunks), tuple(sampled), written, num_recomputed)
@@ -108,6 +113,17 @@ def _group_blocks(chunks: ReadOnlySequence[Chunk], group: GroupTables) -> GroupB
         num_blocks = -(-chunk.end // size)
         padded[row, :num_blocks] = table[:num_blocks]
     return GroupBlocks(slot_mapping=np.array(slots, dtype=np.int64), block_tables=padded)
+
+
+def _image_spans(chunk: Chunk, first: int) -> list[ImageSpan]:
+    """Return what a chunk, whose first token is number `first` of the step, holds of its request's images."""
+    spans: list[ImageSpan] = []
+    for image in chunk.sequence.request.images:
+        start, end = max(chunk.start, image.position), min(chunk.end, image.end)
+        if start < end:
+            begin = first + start - chunk.start
+            spans.append(ImageSpan(begin, begin + end - start, start - image.position, image.image))
+    return spans
 
 
 def _sequences_to_sample(sequence: Sequence) -> list[Sequence]:
