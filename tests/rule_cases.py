@@ -200,6 +200,13 @@ TICKET_CASES: tuple[Case, ...] = (
         clears=120,
     ),
     Case(
+        alert="KVWatchConfigDrift",
+        series={of("config_drift", key="watermark_blocks"): hold((30, 0), (90, 1), (90, 0))},
+        quiet=(25, 60),
+        fires=110,
+        clears=150,
+    ),
+    Case(
         alert="KVWatchLeftPaused",
         series={
             of("waiting_requests", reason="paused"): sick(0, 4),
@@ -212,6 +219,10 @@ TICKET_CASES: tuple[Case, ...] = (
             of("engine_state", state="draining"): sick(0, 1),
             of("engine_state", state="running"): sick(1, 0),
         },
+    ),
+    Case(
+        alert="KVWatchAuthorisationFailures",
+        series={of("admin_auth_failures_total", reason="unknown"): sick_counter(0, 30)},
     ),
     Case(
         alert="KVWatchTelemetryLagging",

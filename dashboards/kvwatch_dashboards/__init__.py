@@ -4,6 +4,11 @@
 - promql.py       the only place that turns a metric into a query
 - recording.py    recording rules, `level:metric:operation`
 - alerts/         alerts by whom they wake: page.py, ticket.py
+- panel.py        panels, rows and dashboards as data; what the registry says of them
+- scoped.py       queries under the variables of a dashboard
+- boards/         the dashboards
+- grafana.py      boards as Grafana's JSON
+- unused.py       metrics that no panel shows, and why
 - rules_file.py   rules as YAML
 - generated.py    what is written to dashboards/generated
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from kvwatch_dashboards.boards import BOARDS
+from kvwatch_dashboards.grafana import dashboard_json
 from kvwatch_dashboards.rules_file import alerting_rules, recording_rules
 
 FOLDER = Path(__file__).parents[1] / "generated"
@@ -9,7 +11,8 @@ FOLDER = Path(__file__).parents[1] / "generated"
 
 def files() -> dict[str, str]:
     """Return the text of every generated file."""
-    return {"recording.rules.yaml": recording_rules(), "alerts.rules.yaml": alerting_rules()}
+    boards = {f"{board.uid}.json": dashboard_json(board) for board in BOARDS}
+    return {"recording.rules.yaml": recording_rules(), "alerts.rules.yaml": alerting_rules(), **boards}
 
 
 def differences(folder: Path = FOLDER) -> list[str]:

@@ -85,6 +85,9 @@ STUCK_SECONDS = 120
 
 # ---------------------------------------------------------------- kvwatch itself
 
+AUTH_FAILURES_PER_SECOND = 0.1
+"""Refused calls of the admin API, six a minute for a while: no person mistypes a token that often."""
+
 LAG_EVENTS = round(diagnosis.LAG_RATIO * DEFAULT_CAPACITY)
 """Events that a subscriber may be behind: half of what the log keeps."""
 

@@ -131,6 +131,15 @@ _CHANGE: tuple[Alert, ...] = (
         description="Somebody wanted another pool and the machine could not give it. The engine runs on as it was.",
     ),
     Alert(
+        name="KVWatchConfigDrift",
+        severity="ticket",
+        expr=f"{q.series(m.CONFIG_DRIFT)} == 1",
+        lasts="1h",
+        summary=f"{WHO}: {{{{ $labels.key }}}} is not what was declared",
+        description="A live change of this setting has been in force for an hour beyond its declaration; a restart would undo it."
+        " Declare it, or revert it.",
+    ),
+    Alert(
         name="KVWatchLeftPaused",
         severity="ticket",
         expr=f"{q.gauge(m.WAITING_REQUESTS, reason='paused')} > 0",
@@ -149,6 +158,15 @@ _CHANGE: tuple[Alert, ...] = (
 )
 
 _ITSELF: tuple[Alert, ...] = (
+    Alert(
+        name="KVWatchAuthorisationFailures",
+        severity="ticket",
+        expr=f"{q.rate(m.ADMIN_AUTH_FAILURES)} > {s.AUTH_FAILURES_PER_SECOND}",
+        lasts="10m",
+        summary="{{ $labels.instance }}: the admin API refuses callers again and again",
+        description="{{ $value | humanize }} calls a second come without a token that is good enough: a script with an old token,"
+        " or somebody who tries tokens.",
+    ),
     Alert(
         name="KVWatchTelemetryLagging",
         severity="ticket",
