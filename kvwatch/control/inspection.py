@@ -107,7 +107,11 @@ class RequestInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     """Distinct blocks that it holds."""
     num_shared_blocks: int
-    """Those of them that another block table contains too."""
+    """Those of them that another block table contains too, its own or another request's."""
+    num_foreign_blocks: int
+    """Those of them that another request holds too: they would stay used if this one ended."""
+    num_saved_blocks: int
+    """Blocks that its sequences save by sharing among themselves: table entries less distinct blocks."""
     peak_blocks: int
     num_preemptions: int
     preempted_for: list[str]

@@ -180,3 +180,24 @@ def test_a_pool_full_of_nan_changes_nothing(reference: Reference, model: LoadedM
     core = make_engine(model, fill=float("nan"), num_blocks=60, max_prefill_chunk=32)
 
     check(reference, generate(core, reference.prompts, together=True))
+
+
+@pytest.mark.parametrize("n", [3, 8])
+def test_parallel_samples_of_shared_prompts_are_all_the_same_text(
+    reference: Reference, model: LoadedModel, n: int
+) -> None:
+    """At temperature 0: each of the sequences that share the prompt's blocks is the reference's answer."""
+    core = make_engine(model, max_num_seqs=32)
+    for index, prompt in enumerate(reference.prompts[:8]):
+        core.add(make_request(str(index), prompt, n=n, max_tokens=NUM_NEW_TOKENS), 0)
+    answers: dict[tuple[str, int], list[int]] = {}
+    while core.has_work:
+        for output in core.step():
+            answers.setdefault((output.request_id, output.sequence), []).extend(output.token_ids)
+
+    for (request_id, _), answer in answers.items():
+        index = int(request_id)
+        is_different = answer != reference.answers[index]
+        reference.excused.append(is_different and is_excused(reference, index, answer))
+    assert len(answers) == 8 * n
+    assert core.manager.pool.num_used == 0

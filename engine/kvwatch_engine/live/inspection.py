@@ -23,6 +23,7 @@ from kvwatch.telemetry.events.block import GROUPS
 from kvwatch_engine.contracts.block import NULL_BLOCK, BlockHash, BlockId
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.memory.block_manager import BlockManager
+from kvwatch_engine.memory.footprint import footprint
 from kvwatch_engine.scheduling.request import Request, RequestState
 
 _NS: Final = 1e-9
@@ -211,8 +212,8 @@ def _block_info(manager: BlockManager, block: BlockId, owners: list[BlockOwner],
 
 def _request_info(manager: BlockManager, request: Request, now_ns: int) -> RequestInfo:
     live, is_running = request.live_sequences(), request.state is RequestState.RUNNING
-    blocks = {block for each in request.sequences for group in manager.groups for block in group.held(each.owner)}
-    ref_counts = manager.pool.ref_counts
+    tables = [group.held(each.owner) for each in request.sequences for group in manager.groups]
+    held = footprint(tables, manager.pool.ref_counts)
     return RequestInfo(
         request=request.request_id,
         arrival=request.arrival,
@@ -227,8 +228,10 @@ def _request_info(manager: BlockManager, request: Request, now_ns: int) -> Reque
         num_generated_tokens=sum(len(each.output_token_ids) for each in request.sequences),
         num_computed_tokens=sum(each.num_computed for each in live),
         num_cached_tokens=request.num_cached_tokens,
-        num_blocks=len(blocks),
-        num_shared_blocks=sum(ref_counts[block] > 1 for block in blocks),
+        num_blocks=held.num_blocks,
+        num_shared_blocks=held.num_shared_blocks,
+        num_foreign_blocks=held.num_foreign_blocks,
+        num_saved_blocks=held.num_saved_blocks,
         peak_blocks=request.peak_blocks,
         num_preemptions=request.num_preemptions,
         preempted_for=list(request.preempted_for),

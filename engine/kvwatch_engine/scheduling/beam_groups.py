@@ -25,7 +25,6 @@ class BeamGroups:
             self._lifecycle.go_on_from(request.sequences[move.place], request.sequences[move.parent])
         for place, beam in search.beams.items():
             request.sequences[place].output_token_ids = beam.token_ids
-        self._lifecycle.note_blocks(request)
         return []
 
     def _finish(self, request: Request, ended: list[EndedBeam]) -> list[SequenceOutput]:

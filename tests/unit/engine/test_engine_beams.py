@@ -8,6 +8,7 @@ import pytest
 from builders import LedgerFollower, NullModel, Recorder, make_core, make_request, make_settings, run_until_idle
 from dict_tiers import DictTiers
 
+from kvwatch.control.inspection import RequestQuery
 from kvwatch.telemetry.events import (
     BlocksCopied,
     FirstToken,
@@ -22,6 +23,7 @@ from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, Se
 from kvwatch_engine.contracts.sampling import BeamParams
 from kvwatch_engine.contracts.step import SampleRow, StepInput, StepResult
 from kvwatch_engine.core import EngineCore
+from kvwatch_engine.live.inspection import inspect_requests
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.scheduling.beam_search import BeamSearch
 from kvwatch_engine.scheduling.lifecycle import Preempted
@@ -178,6 +180,25 @@ def test_a_group_that_is_recomputed_computes_once_what_beams_have_in_common_with
     events = recorder.drain()
     assert [event.recompute_tokens for event in events if isinstance(event, RequestResumed)] == [expected]
     assert [event.recomputed_tokens for event in events if isinstance(event, RequestFinished)] == [expected]
+
+
+def test_who_looks_into_the_engine_sees_what_beams_hold_share_and_save() -> None:
+    core = core_with(search_request(), search_request("twin", [*PROMPT[:8], 7, 7]))
+    for _ in range(9):
+        core.step()
+
+    page = inspect_requests(core, RequestQuery())
+
+    tables = {owner: list(core.manager.table(owner)) for owner in core.manager.owners()}
+    for info in page.requests:
+        own = [table for owner, table in tables.items() if owner.request == info.request]
+        others = {block for owner, table in tables.items() if owner.request != info.request for block in table}
+        held = {block for table in own for block in table}
+        assert info.num_sequences == len(own) == WIDTH
+        assert info.num_blocks == len(held)
+        assert info.num_saved_blocks == sum(map(len, own)) - len(held) > 0
+        assert info.num_foreign_blocks == len(held & others)
+        assert info.num_shared_blocks == sum(sum(block in table for table in tables.values()) > 1 for block in held)
 
 
 def test_an_abort_ends_all_beams_and_is_told_for_those_that_would_be_returned() -> None:
