@@ -8,35 +8,52 @@ on_unused()
 
 import threading
 from collections.abc import Callable, Container
+from typing import NamedTuple
 
-from kvwatch_engine.contracts.adapter import LoadId
+from kvwatch.telemetry.events import AdapterFreed, AdapterLoaded
+from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.contracts.adapter import Adapter, LoadId
 from kvwatch_engine.contracts.errors import RequestInvalid
+
+
+class _Retired(NamedTuple):
+    adapter: Adapter
+    since_ns: int
+    on_unused: Callable[[], None]
 
 
 class AdapterDesk:
     """Adapters of one engine; implements `AdapterAdmission`. Any thread, but for what says otherwise."""
 
-    def __init__(self, lock: threading.Lock, wake_engine: Callable[[], None]) -> None:
+    def __init__(
+        self, lock: threading.Lock, log: EventLog, run_on_engine: Callable[[Callable[[], None]], None]
+    ) -> None:
         """Create the desk of no adapters.
 
         Args:
             lock: under which the engine accepts requests, so that none slips in while its adapter is retired.
-            wake_engine: has the engine thread look whether a retired adapter is still in use.
+            log: where events go.
+            run_on_engine: has something done by the engine thread between two steps; it then looks whether retired
+                adapters are still in use.
         """
         self._lock = lock
-        self._wake_engine = wake_engine
-        self._usable: set[LoadId] = set()
-        self._retired: dict[LoadId, Callable[[], None]] = {}
+        self._log = log
+        self._run_on_engine = run_on_engine
+        self._usable: dict[LoadId, Adapter] = {}
+        self._retired: dict[LoadId, _Retired] = {}
+        self.num_bytes: int | None = None
+        """Memory of all adapters, as events have told it; none before there were any."""
 
     @property
     def has_retired(self) -> bool:
         """Whether an adapter waits for its last requests."""
         return bool(self._retired)
 
-    def admit(self, load_id: LoadId) -> None:
-        """Let requests use an adapter."""
+    def admit(self, adapter: Adapter) -> None:
+        """Let requests use an adapter, whose weights are in memory."""
         with self._lock:
-            self._usable.add(load_id)
+            self._usable[adapter.load_id] = adapter
+        self._run_on_engine(lambda: self._note_loaded(adapter))
 
     def retire(self, load_id: LoadId, on_unused: Callable[[], None]) -> None:
         """Refuse new requests with an adapter; those that were accepted go on. Does not wait for them.
@@ -46,10 +63,10 @@ class AdapterDesk:
             on_unused: called once, on the engine thread, when the last request with it has ended.
         """
         with self._lock:
-            if load_id in self._usable:
-                self._usable.remove(load_id)
-                self._retired[load_id] = on_unused
-        self._wake_engine()
+            adapter = self._usable.pop(load_id, None)
+            if adapter is not None:
+                self._retired[load_id] = _Retired(adapter, self._log.clock.monotonic_ns(), on_unused)
+        self._run_on_engine(lambda: None)
 
     def check(self, load_id: LoadId | None) -> None:
         """Refuse a request whose adapter may not be used. Under the lock.
@@ -74,5 +91,20 @@ class AdapterDesk:
             used = find_used()
             unused = [load_id for load_id in self._retired if load_id not in used]
             told = [self._retired.pop(load_id) for load_id in unused]
-        for on_unused in told:
-            on_unused()
+        for retired in told:
+            retired.on_unused()
+            self._note_freed(retired)
+
+    def _note_loaded(self, adapter: Adapter) -> None:
+        self.num_bytes = (self.num_bytes or 0) + adapter.num_bytes
+        if self._log.active:
+            self._log.append(
+                AdapterLoaded(adapter.name, adapter.load_id, adapter.rank, adapter.num_bytes, self.num_bytes)
+            )
+
+    def _note_freed(self, retired: _Retired) -> None:
+        adapter = retired.adapter
+        self.num_bytes = (self.num_bytes or 0) - adapter.num_bytes
+        if self._log.active:
+            in_use_ns = self._log.clock.monotonic_ns() - retired.since_ns
+            self._log.append(AdapterFreed(adapter.name, adapter.load_id, adapter.num_bytes, self.num_bytes, in_use_ns))

@@ -110,7 +110,7 @@ class Engine:
         self._is_draining = False
         self._has_failed = False
         lock = threading.Lock()
-        self.adapters = AdapterDesk(lock, lambda: self._inbox.put(_wake_up))
+        self.adapters = AdapterDesk(lock, log, lambda run: self._inbox.put(lambda _core: run()))
         self._acceptance = Acceptance(
             settings, self._core.scheduler.lifecycle, lock, lambda request: self.adapters.check(request.load_id)
         )
@@ -230,6 +230,8 @@ class Engine:
         memory = dict(self._memory_bytes)
         if "kv" in memory and snapshot.block_bytes:
             memory["kv"] = snapshot.tiers[0].num_blocks * snapshot.block_bytes
+        if self.adapters.num_bytes is not None:
+            memory["adapters"] = self.adapters.num_bytes
         state = "draining" if self._is_draining else "running"
         return msgspec.structs.replace(snapshot, engine_state=state, memory_bytes=memory)
 

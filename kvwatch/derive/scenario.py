@@ -321,6 +321,9 @@ def _live_changes() -> Iterator[Event]:
             config={**_CONFIG, "watermark_blocks": blocks},
         )
     yield ev.AdmissionResumed(actor="", reason="its time is over", paused_ns=60_000 * MS)
+    yield ev.AdapterLoaded(adapter="sql", load_id="5a", rank=8, num_bytes=2048, total_bytes=2048)
+    yield ev.AdapterLoaded(adapter="poet", load_id="5b", rank=4, num_bytes=1024, total_bytes=3072)
+    yield ev.AdapterFreed(adapter="sql", load_id="5a", num_bytes=2048, total_bytes=1024, in_use_ns=30 * MS)
 
 
 def _step_6() -> Iterator[Event]:

@@ -346,6 +346,8 @@ class Ledger:
             ev.RequestFinished: self._finished,
             ev.DrainStarted: self._draining,
             ev.ConfigChanged: self._config_changed,
+            ev.AdapterLoaded: self._adapters_changed,
+            ev.AdapterFreed: self._adapters_changed,
             ev.EngineStalled: self._stalled,
             ev.EngineEnded: self._ended,
             **self._transfers.handlers,
@@ -455,6 +457,9 @@ class Ledger:
         self.limits = replace(
             self.limits, **{name: int(event.config[name]) for name in _LIVE_LIMITS if name in event.config}
         )
+
+    def _adapters_changed(self, event: ev.AdapterLoaded | ev.AdapterFreed) -> None:
+        self.memory_bytes = {**self.memory_bytes, "adapters": event.total_bytes}
 
     def _draining(self, _: ev.DrainStarted) -> None:
         self._base_state = "draining"

@@ -109,7 +109,7 @@ KV_ORPHANED_BLOCKS = _gauge(
 
 DEVICE_MEMORY_BYTES = _gauge(
     "device_memory_bytes", "Memory of the device by what it is for; absent where it is not known.", "bytes", ("kind",),
-    moves="When the model is loaded or the pool is built.", action="kv against the rest: what a larger pool could take.",
+    moves="When the model or an adapter is loaded or the pool is built.", action="kv against the rest: what a larger pool could take.",
 )  # fmt: skip
 
 # ---------------------------------------------------------------- pool counters and histograms

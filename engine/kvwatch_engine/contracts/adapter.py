@@ -61,7 +61,7 @@ class AdapterMemory(Protocol):
 class AdapterAdmission(Protocol):
     """Which adapters requests may use. Any thread."""
 
-    def admit(self, load_id: LoadId) -> None:
+    def admit(self, adapter: Adapter) -> None:
         """Let requests use an adapter, whose weights are in memory."""
         ...
 

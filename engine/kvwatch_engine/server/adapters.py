@@ -148,7 +148,7 @@ class Adapters:
 
     def _enter(self, adapter: Adapter) -> None:
         self._num_held += 1
-        self._engine.adapters.admit(adapter.load_id)
+        self._engine.adapters.admit(adapter)
         before = self._models.add(adapter)
         _log.info("adapter loaded", adapter=adapter.name, rank=adapter.rank, bytes=adapter.num_bytes)
         if before is not None:

@@ -17,6 +17,8 @@ from kvwatch.telemetry.events.block import (
     CacheCleared,
 )
 from kvwatch.telemetry.events.control import (
+    AdapterFreed,
+    AdapterLoaded,
     AdmissionPaused,
     AdmissionResumed,
     ConfigChanged,
@@ -55,6 +57,8 @@ from kvwatch.telemetry.events.transfer import (
 )
 
 __all__ = [
+    "AdapterFreed",
+    "AdapterLoaded",
     "AdmissionPaused",
     "AdmissionResumed",
     "AllocationFailed",

@@ -98,3 +98,25 @@ class AdmissionResumed(Event):
     actor: Annotated[str, identity(1, "Who asked; empty when the time was over.")]
     reason: Annotated[str, identity(2, "Why, in the words of whoever asked.")]
     paused_ns: Annotated[int, value(3, "How long it was paused.", "ns")]
+
+
+@event(88, "control.adapter_loaded", "A LoRA adapter is in memory, and requests may use it.")
+class AdapterLoaded(Event):
+    """The same folder, loaded again, is another adapter to the prefix cache."""
+
+    adapter: Annotated[str, label(1, "Name under which it is served.")]
+    load_id: Annotated[str, identity(2, "Names this loading; part of the block hashes of its requests.")]
+    rank: Annotated[int, value(3, "Highest rank of its modules.", "1")]
+    num_bytes: Annotated[int, value(4, "Memory that it takes.", "bytes")]
+    total_bytes: Annotated[int, value(5, "Memory of all adapters from now on.", "bytes")]
+
+
+@event(89, "control.adapter_freed", "An unloaded LoRA adapter is in memory no more: its last request has ended.")
+class AdapterFreed(Event):
+    """What the prefix cache holds of it can be found no more."""
+
+    adapter: Annotated[str, label(1, "Name under which it was served.")]
+    load_id: Annotated[str, identity(2, "Names its loading.")]
+    num_bytes: Annotated[int, value(3, "Memory that it took.", "bytes")]
+    total_bytes: Annotated[int, value(4, "Memory of all adapters from now on.", "bytes")]
+    in_use_ns: Annotated[int, value(5, "Time since it was unloaded, in which requests still used it.", "ns")]

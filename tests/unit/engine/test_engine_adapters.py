@@ -3,17 +3,21 @@
 from dataclasses import replace
 
 import pytest
-from builders import NullModel, Recorder, make_core, make_request, run_until_idle
+from builders import LedgerFollower, NullModel, Recorder, make_core, make_request, run_until_idle
 from engine_stage import GatedModel, running_engine, wait_for
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwatch.telemetry.events import RequestRejected
-from kvwatch_engine.contracts.adapter import LoadId
+from kvwatch.telemetry.events import AdapterFreed, AdapterLoaded, RequestRejected
+from kvwatch_engine.contracts.adapter import Adapter, LoadId
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.contracts.step import StepInput
 
 A, B = LoadId("a" * 32), LoadId("b" * 32)
+
+
+def adapter_of(load_id: LoadId, num_bytes: int = 100) -> Adapter:
+    return Adapter(name=f"adapter {load_id[0]}", load_id=load_id, rank=8, num_bytes=num_bytes, fingerprint="f")
 
 
 def test_only_an_admitted_adapter_can_be_used() -> None:
@@ -22,7 +26,7 @@ def test_only_an_admitted_adapter_can_be_used() -> None:
         request = replace(make_request("r", [4, 5, 6]), load_id=A)
         with pytest.raises(RequestInvalid) as refused:
             engine.submit(request)
-        engine.adapters.admit(A)
+        engine.adapters.admit(adapter_of(A))
         engine.submit(request)
         wait_for(lambda: "r" in collected.reasons())
 
@@ -33,7 +37,7 @@ def test_only_an_admitted_adapter_can_be_used() -> None:
 def test_a_retired_adapter_is_freed_when_its_last_request_has_ended_and_not_before() -> None:
     freed: list[str] = []
     with running_engine() as (engine, model, collected, _):
-        engine.adapters.admit(A)
+        engine.adapters.admit(adapter_of(A))
         model.gate.clear()
         for name in ("running", "waiting"):
             engine.submit(replace(make_request(name, [4, 5, 6], max_tokens=3, ignore_eos=True), load_id=A))
@@ -51,7 +55,7 @@ def test_a_retired_adapter_is_freed_when_its_last_request_has_ended_and_not_befo
 def test_an_adapter_is_freed_as_well_when_its_waiting_request_is_aborted() -> None:
     freed: list[str] = []
     with running_engine(max_num_seqs=1) as (engine, model, _, _):
-        engine.adapters.admit(A)
+        engine.adapters.admit(adapter_of(A))
         model.gate.clear()
         engine.submit(make_request("first", [4, 5, 6], ignore_eos=True))
         engine.submit(replace(make_request("second", [4, 5, 6]), load_id=A))
@@ -65,7 +69,7 @@ def test_an_adapter_is_freed_as_well_when_its_waiting_request_is_aborted() -> No
 def test_an_idle_engine_frees_at_once_and_only_once() -> None:
     freed: list[str] = []
     with running_engine() as (engine, _, _, _):
-        engine.adapters.admit(A)
+        engine.adapters.admit(adapter_of(A))
         for _ in range(2):
             engine.adapters.retire(A, lambda: freed.append("a"))
         engine.adapters.retire(B, lambda: freed.append("b"))
@@ -73,6 +77,27 @@ def test_an_idle_engine_frees_at_once_and_only_once() -> None:
         wait_for(lambda: freed == ["a"])
         engine.snapshot()
         assert freed == ["a"]
+
+
+def test_loading_and_freeing_are_told_with_the_memory_that_all_adapters_take() -> None:
+    with running_engine() as (engine, _, _, log):
+        follower, recorder = LedgerFollower(log, engine.snapshot), Recorder(log)
+        assert "adapters" not in engine.snapshot().memory_bytes
+        engine.adapters.admit(adapter_of(A, 100))
+        engine.adapters.admit(adapter_of(B, 20))
+        wait_for(lambda: engine.snapshot().memory_bytes.get("adapters") == 120)
+        engine.adapters.retire(A, lambda: None)
+        wait_for(lambda: engine.snapshot().memory_bytes["adapters"] == 20)
+        follower.catch_up()
+        told = [event for event in recorder.drain() if isinstance(event, AdapterLoaded | AdapterFreed)]
+
+    assert [(event.adapter, event.num_bytes, event.total_bytes) for event in told] == [
+        ("adapter a", 100, 100), ("adapter b", 20, 120), ("adapter a", 100, 20),
+    ]  # fmt: skip
+    assert isinstance(told[2], AdapterFreed)
+    assert told[2].in_use_ns >= 0
+    assert told[0].load_id == told[2].load_id == A
+    assert follower.ledger.memory_bytes == {"adapters": 20}
 
 
 @given(st.lists(st.tuples(st.sampled_from([None, A, B]), st.integers(1, 9)), min_size=1, max_size=8))
