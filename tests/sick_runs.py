@@ -7,9 +7,11 @@ mirror follows its events as in the observatory, and what it shows at two moment
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 from builders import FakeClock, NullModel, make_core, make_request
+from dict_tiers import DictTiers
 
 from kvwatch.exporters.prometheus.process import subscriber_samples
 from kvwatch.insight.diagnosis import Reading
@@ -19,7 +21,9 @@ from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.telemetry import events as ev
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.step import StepInput, StepResult
+from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.core import EngineCore
+from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import Owner
 from kvwatch_engine.memory.prefix import Prefix
 
@@ -63,6 +67,9 @@ class Load:
     clients: int = 4
     prompts: Callable[[], Prompts] = field(default=lambda: prompts(40, shared=24))
     max_tokens: int = 12
+    spread: int = 0
+    """Answers are up to so many tokens longer, so that they do not end together."""
+    n: int = 1
 
 
 class Patient:
@@ -75,6 +82,7 @@ class Patient:
         step_seconds: float = 0.005,
         token_seconds: float = 0.0001,
         log_capacity: int = 65_536,
+        slow_tiers: dict[str, Any] | None = None,
         **settings: object,
     ) -> None:
         self.clock = RunningClock()
@@ -87,7 +95,8 @@ class Patient:
             "max_batch_tokens": 256,
             **settings,
         }
-        self.core: EngineCore = make_core(self.model, self.log, **wanted)
+        make_tiers = None if slow_tiers is None else self._tiers_maker(slow_tiers)
+        self.core: EngineCore = make_core(self.model, self.log, make_tiers=make_tiers, **wanted)
         self.mirror = Mirror(self.clock, 0)
         self.collector = Collector(self.log, lambda _: self.core.snapshot(), self.mirror)
         assert self.collector.heal()
@@ -97,14 +106,19 @@ class Patient:
         self.is_drained = True
         """Whether the collector takes its events after every step."""
 
+    def _tiers_maker(self, options: dict[str, Any]) -> Callable[[BlockManager], Tiers]:
+        return lambda manager: DictTiers(manager, self.log, self.model, Random(7), **options)
+
     def step(self) -> None:
         missing = self._load.clients - len(self.core.live_request_ids())
         for _ in range(missing):
-            name = f"r{next(self._number)}"
-            request = make_request(name, next(self._prompts), max_tokens=self._load.max_tokens, ignore_eos=True)
+            number, load = next(self._number), self._load
+            max_tokens = load.max_tokens + number % (load.spread + 1)
+            request = make_request(f"r{number}", next(self._prompts), max_tokens=max_tokens, ignore_eos=True, n=load.n)
             self.core.add(request, self.clock.monotonic_ns())
+        num_steps = self.core.num_steps
         self.core.step()
-        if self.core.scheduler.admission.pause.is_active or not self.core.has_work:
+        if self.core.num_steps == num_steps:
             self.clock.advance(0.005)  # nobody computes: time passes all the same
         if self.is_drained:
             self.drain()
@@ -148,6 +162,24 @@ def healthy() -> Looks:
     return Patient(Load(), watermark_blocks=16).observe()
 
 
+def busy() -> Looks:
+    """Many run together, the pool is half full, the model takes all of the time, and nobody waits."""
+    return Patient(Load(clients=40, max_tokens=60), max_num_seqs=64, watermark_blocks=48, num_blocks=1601).observe()
+
+
+def without_prefix_cache() -> Looks:
+    return Patient(Load(), watermark_blocks=16, enable_prefix_cache=False).observe()
+
+
+def parallel_samples() -> Looks:
+    return Patient(Load(n=4), watermark_blocks=16).observe()
+
+
+def with_tiers() -> Looks:
+    load = Load(prompts=lambda: prompts(49, kinds=20), max_tokens=24)
+    return Patient(load, num_blocks=161, watermark_blocks=8, slow_tiers={"num_prefixes": 1000}).observe()
+
+
 def idle() -> Looks:
     return Patient(Load(clients=0), watermark_blocks=16).observe()
 
@@ -184,6 +216,12 @@ def waiting_for_tokens() -> Looks:
     return patient.observe()
 
 
+def waiting_for_transfers() -> Looks:
+    load = Load(clients=4, prompts=lambda: prompts(49, kinds=20), max_tokens=2)
+    tiers = {"max_polls": 400, "num_prefixes": 1000}
+    return Patient(load, num_blocks=161, watermark_blocks=8, slow_tiers=tiers).observe()
+
+
 def evicted_before_reuse() -> Looks:
     load = Load(clients=1, prompts=lambda: prompts(49, kinds=6), max_tokens=2)
     return Patient(load, num_blocks=61, watermark_blocks=4).observe()
@@ -192,6 +230,12 @@ def evicted_before_reuse() -> Looks:
 def block_size_too_large() -> Looks:
     load = Load(prompts=lambda: prompts(14))
     return Patient(load, block_size=16, num_blocks=401, watermark_blocks=16).observe()
+
+
+def half_empty_blocks() -> Looks:
+    """Requests of some tokens in blocks of 16, with the prefix cache off: nothing is looked up, so no tail is lost."""
+    load = Load(clients=12, prompts=lambda: prompts(3), max_tokens=4, spread=3)
+    return Patient(load, block_size=16, num_blocks=41, watermark_blocks=12, enable_prefix_cache=False).observe()
 
 
 def leak() -> Looks:
@@ -242,7 +286,14 @@ def telemetry_lagging() -> Looks:
     return before, patient.look()
 
 
-HEALTHY_RUNS: tuple[Callable[[], Looks], ...] = (healthy, idle)
+HEALTHY_RUNS: tuple[Callable[[], Looks], ...] = (
+    healthy,
+    busy,
+    without_prefix_cache,
+    parallel_samples,
+    with_tiers,
+    idle,
+)
 
 SICK_RUNS: dict[str, tuple[Callable[[], Looks], ...]] = {
     "engine_unwell": (engine_unwell,),
@@ -252,10 +303,10 @@ SICK_RUNS: dict[str, tuple[Callable[[], Looks], ...]] = {
     "pool_too_small": (pool_too_small,),
     "watermark_too_low": (watermark_too_low,),
     "kv_bound": (kv_bound,),
-    "waiting_though_free": (waiting_for_sequences, waiting_for_tokens),
+    "waiting_though_free": (waiting_for_sequences, waiting_for_tokens, waiting_for_transfers),
     "compute_bound": (compute_bound,),
     "evicted_before_reuse": (evicted_before_reuse,),
-    "block_size_too_large": (block_size_too_large,),
+    "block_size_too_large": (block_size_too_large, half_empty_blocks),
     "telemetry_lagging": (telemetry_lagging,),
 }
 """Rule -> runs on which it alone speaks."""

@@ -164,8 +164,17 @@ def _table(panel: Panel) -> table.Panel:
     made.with_transformation(
         dm.DataTransformerConfig(id_val="organize", options={"renameByName": names, "excludeByName": hidden})
     )
+    for query in panel.queries:
+        made.override_by_name(query.column, list(_column(query, panel)))
     first = panel.queries[0].column
     return made.sort_by([cb.TableSortByFieldState().display_name(first).desc(True)])
+
+
+def _column(query: Query, panel: Panel) -> Iterable[dm.DynamicConfigValue]:
+    if query.unit:
+        yield dm.DynamicConfigValue(id_val="unit", value=query.unit)
+    if panel.levels and query.has_levels:
+        yield dm.DynamicConfigValue(id_val="custom.cellOptions", value={"type": "color-background", "mode": "basic"})
 
 
 def _text(words: Text) -> text.Panel:

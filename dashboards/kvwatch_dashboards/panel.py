@@ -41,6 +41,10 @@ class Query:
     legend: str = ENGINE
     column: str = ""
     """Of a table: the column's name."""
+    unit: str = ""
+    """Of a table: the column's unit, if it is not the panel's."""
+    has_levels: bool = True
+    """Of a table: whether the panel's levels colour the column."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rule_cases import PAGE_CASES, QUIET_CASES, TICKET_CASES, Case
 
-from kvwatch_dashboards.alerts import ALERTS
+from kvwatch_dashboards.alerts import ALERTS, Alert
 from kvwatch_dashboards.generated import FOLDER
 
 needs_promtool = pytest.mark.skipif(
@@ -68,6 +68,34 @@ def test_an_alert_fires_in_its_sickness_and_neither_before_nor_after(case: Case,
 @pytest.mark.parametrize("case", QUIET_CASES, ids=[f"{case.alert}-{number}" for number, case in enumerate(QUIET_CASES)])
 def test_an_alert_is_silent_when_only_a_part_of_its_condition_holds(case: Case, tmp_path: Path) -> None:
     assert verdict_of_promtool(tmp_path, case, dict.fromkeys(case.quiet, False)) == ""
+
+
+@needs_promtool
+@pytest.mark.slow
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_summary_and_description_are_filled_in_with_labels_and_numbers(alert: Alert, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.alert == alert.name)
+    nothing = {"alertname": alert.name, "eval_time": f"{case.fires}m", "exp_alerts": []}
+    story = {
+        "rule_files": RULES,
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
+                "alert_rule_test": [nothing],
+            }
+        ],
+    }
+    path = tmp_path / "story.yaml"
+    path.write_text(json.dumps(story), encoding="utf-8")
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    shown = done.stdout + done.stderr  # it complains that nothing was expected, and shows what there was
+
+    assert alert.runbook_url in shown
+    assert not [sign for sign in ("<error", "<no value>", "{{", "$labels", "$value", "NaN") if sign in shown], shown
 
 
 def test_every_alert_has_a_story() -> None:

@@ -58,7 +58,7 @@ PAGES: tuple[Alert, ...] = (
         expr=f'(up{{job=~"{s.ENGINE_JOBS}"}} == 0) or ({q.series(m.SOURCE_UP)} == 0)'
         f" or absent({q.series(m.BUILD_INFO)})",
         lasts="2m",
-        summary="{{ $labels.instance }} {{ $labels.engine }}: the engine is not reached",
+        summary="Engine not reached: {{ $labels.instance }} {{ $labels.engine }}",
         description="The scrape of an engine fails, a sidecar does not reach the engine that it watches, or nothing of kvwatch is"
         " scraped at all.",
     ),

@@ -45,6 +45,13 @@ _WASTE_BY_GROUP = Panel(
     unit="percentunit",
     queries=(Query(q.value(m.KV_WASTE_RATIO), f"{ENGINE} {{{{tier}}}} {{{{group}}}}"),),
 )
+_TOKENS = Panel(
+    title="Tokens that fit",
+    unit="short",
+    queries=(Query(q.gauge(m.KV_TOKEN_CAPACITY, "tier", how="min"), _TIER),),
+    about="Tokens that fit each pool, of the group for which that is fewest. The longest request that can ever run: longer ones"
+    " are refused.",
+)
 _PEAK = Panel(
     title="Blocks that a request held at most",
     unit="short",
@@ -92,7 +99,7 @@ CAPACITY = Board(
     hours=24,
     rows=(
         Row("How full?", (shared.USAGE, _USAGE_MAX, _BLOCKS)),
-        Row("How much room?", (_lines("Capacity", m.KV_BLOCK_CAPACITY, "tier", legend=_TIER), _lines("Free blocks", m.KV_FREE_BLOCKS, "tier", legend=_TIER), _lines("Tokens that fit", m.KV_TOKEN_CAPACITY, "tier", legend=_TIER))),
+        Row("How much room?", (_lines("Capacity", m.KV_BLOCK_CAPACITY, "tier", legend=_TIER), _lines("Free blocks", m.KV_FREE_BLOCKS, "tier", legend=_TIER), _TOKENS)),
         Row("What fits?", (_PEAK, _FITS, _lines("Resident blocks of foreign engines", m.KV_INDEXED_BLOCKS, "tier", legend=_TIER))),
         Row("What is wasted, what is shared?", (_WASTE, _WASTE_BY_GROUP, _lines("Shared blocks", m.KV_SHARED_BLOCKS), _lines("Blocks saved by sharing", m.KV_SHARING_SAVED_BLOCKS))),
         Row("What moves?", (_rates("Allocations by reason", m.KV_BLOCK_ALLOCATIONS, "reason"), _rates("Releases by reason", m.KV_BLOCK_RELEASES, "reason"), _rates("Stores by tier", m.KV_BLOCK_STORES, "tier"), _rates("Copies by tier", m.KV_BLOCK_COPIES, "tier"), _LIFETIME, shared.ORPHANED)),

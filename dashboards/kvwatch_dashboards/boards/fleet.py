@@ -7,6 +7,7 @@ from kvwatch_dashboards import settings as s
 from kvwatch_dashboards.boards import shared
 from kvwatch_dashboards.panel import ENGINE, WIDTH, Board, Level, Panel, Query, Row
 
+_RATIO = "percentunit"
 _BY = "job, instance, engine, dp_rank, model_name"
 
 
@@ -29,16 +30,20 @@ _TABLE = Panel(
     kind="table",
     span=WIDTH,
     queries=tuple(
-        Query(f"max by ({_BY}) ({expr})", column=column)
-        for column, expr in (
-            ("risk", RISK),
-            ("in use", q.gauge(m.KV_USAGE_RATIO, how="max", tier="device")),
-            ("stalled for blocks", q.rate(m.KV_STALL_SECONDS)),
-            ("preemptions/s", q.rate(m.PREEMPTIONS)),
-            ("running", q.gauge(m.REQUESTS, state="running")),
-            ("waiting", q.gauge(m.REQUESTS, state="waiting")),
-            ("hit rate", q.ratio(q.rate(m.PREFIX_CACHE_HIT_TOKENS), q.rate(m.PREFIX_CACHE_QUERIED_TOKENS))),
-            ("generated tokens/s", q.rate(m.GENERATED_TOKENS)),
+        Query(f"max by ({_BY}) ({expr})", column=column, unit=unit, has_levels=unit == _RATIO)
+        for column, unit, expr in (
+            ("risk", _RATIO, RISK),
+            ("in use", _RATIO, q.gauge(m.KV_USAGE_RATIO, how="max", tier="device")),
+            ("stalled for blocks", _RATIO, q.rate(m.KV_STALL_SECONDS)),
+            ("preemptions/s", "short", q.rate(m.PREEMPTIONS)),
+            ("running", "short", q.gauge(m.REQUESTS, state="running")),
+            ("waiting", "short", q.gauge(m.REQUESTS, state="waiting")),
+            (
+                "hit rate",
+                "percent",
+                q.ratio(f"100 * {q.rate(m.PREFIX_CACHE_HIT_TOKENS)}", q.rate(m.PREFIX_CACHE_QUERIED_TOKENS)),
+            ),
+            ("generated tokens/s", "short", q.rate(m.GENERATED_TOKENS)),
         )
     ),
     levels=(Level(s.USAGE_WARNING_RATIO, "yellow"), Level(s.USAGE_CRITICAL_RATIO, "red")),

@@ -57,11 +57,17 @@ def _lost_tails(o: Observation) -> Evidence | None:
 
 
 def _waste(o: Observation) -> Evidence | None:
-    waste = o.least(m.KV_WASTE_RATIO, tier=DEVICE)
-    usage = o.least(m.KV_USAGE_RATIO, tier=DEVICE)
-    if waste < t.WASTE_RATIO or usage < t.WASTE_USAGE_RATIO:
+    """Return the waste if short requests cause it: blocks that are about to be filled hold nothing either."""
+    lengths = o.spread(m.REQUEST_PROMPT_TOKENS), o.spread(m.REQUEST_GENERATED_TOKENS)
+    is_short = sum(each.mean for each in lengths) < t.SHORT_BLOCKS * o.now(m.KV_BLOCK_SIZE_TOKENS)
+    if not is_short or lengths[0].count < t.MIN_PROMPTS:
         return None
-    return Evidence("slots of used blocks without a token", waste, "ratio", (full_name(m.KV_WASTE_RATIO),))
+    held, filled = o.least(m.KV_HELD_SLOTS, tier=DEVICE), o.most(m.KV_FILLED_SLOTS, tier=DEVICE)
+    waste = 1 - filled / held if held else 0.0  # of the sums over groups: what was wasted at both looks at least
+    if waste < t.WASTE_RATIO or o.least(m.KV_USAGE_RATIO, tier=DEVICE) < t.WASTE_USAGE_RATIO:
+        return None
+    names = (full_name(m.KV_FILLED_SLOTS), full_name(m.KV_HELD_SLOTS))
+    return Evidence("slots of used blocks without a token", waste, "ratio", names)
 
 
 def _regretted(o: Observation) -> tuple[Evidence, ...] | None:

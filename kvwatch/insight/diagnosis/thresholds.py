@@ -16,7 +16,7 @@ FULL_RATIO = 0.95
 """Of a pool of which only the usage is told: what is left does not take another request."""
 
 MODEL_TIME_RATIO = 0.5
-"""The model takes most of a step. Below, larger steps cost little: the step's limit is in the way, not the model."""
+"""The model takes most of a step. Below, larger steps cost little: the step's limit is in the way."""
 
 FREE_RATIO = 0.1
 """Part of the pool that is free beyond the watermark when requests are said to wait though blocks are free."""
@@ -29,6 +29,10 @@ GRANULARITY_LOST_RATIO = 0.5
 
 WASTE_RATIO = 0.4
 """Waste is half a block a sequence on average: at 0.4 a sequence is shorter than about one and a half blocks."""
+
+SHORT_BLOCKS = 2
+"""Blocks of a mean request, prompt and answer. Longer ones waste less than a quarter; what they hold empty is about to be
+filled."""
 
 WASTE_USAGE_RATIO = 0.1
 """Waste in a nearly empty pool costs nobody anything."""
