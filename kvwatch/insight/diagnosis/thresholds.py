@@ -31,7 +31,7 @@ WASTE_RATIO = 0.4
 """Waste is half a block a sequence on average: at 0.4 a sequence is shorter than about one and a half blocks."""
 
 SHORT_BLOCKS = 2
-"""Blocks of a mean request, prompt and answer. Longer ones waste less than a quarter; what they hold empty is about to be
+"""Blocks of a mean request, prompt and answer. Longer ones waste less than a quarter; what they hold empty will soon be
 filled."""
 
 WASTE_USAGE_RATIO = 0.1
