@@ -103,6 +103,8 @@ class Resolved(msgspec.Struct, Generic[S], frozen=True):
     settings: S
     sources: dict[str, str]
     """Setting name to `flag`, `environment VARIABLE`, `file PATH` or `default`."""
+    path: str | None = None
+    """The configuration file; none if there is none."""
 
 
 def declared_settings(cls: type[msgspec.Struct]) -> list[Setting]:
@@ -160,7 +162,7 @@ def resolve(cls: type[S], flags: argparse.Namespace, environment: Mapping[str, s
             shown = {"file": f"{name} in {path}", "environment": declared[name].variable}
             values[name] = _convert(declared[name], raw, shown.get(layer, declared[name].flag))
             sources[name] = place
-    return Resolved(cls(**values), sources)
+    return Resolved(cls(**values), sources, str(path) if path else None)
 
 
 def unknown_name(name: str, known: Iterable[str], what: str) -> ConfigError:

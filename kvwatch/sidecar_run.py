@@ -153,9 +153,9 @@ class Sidecar:
         if self._engines is not None:
             self._engines.add(rank.log, rank.control.snapshot, subject.labels, epoch)
         if self._admin_engines is not None:
-            self._offer(rank, watch, subject.labels, epoch)
+            self._offer(rank, watch, subject.labels, epoch, desk)
 
-    def _offer(self, rank: Rank, watch: Watch, labels: dict[str, str], epoch: str) -> None:
+    def _offer(self, rank: Rank, watch: Watch, labels: dict[str, str], epoch: str, desk: DiagnosisDesk) -> None:
         from kvwatch.admin.engines import AdminEngine
 
         assert self._admin_engines is not None
@@ -165,6 +165,7 @@ class Sidecar:
                 log=rank.log,
                 view=watch.shown_view,
                 control=rank.control,
+                diagnose=desk.diagnosis,
                 is_up=rank.is_up,
                 epoch=epoch,
             )

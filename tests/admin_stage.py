@@ -13,13 +13,19 @@ from kvwatch.admin.engines import AdminEngine, AdminEngines, DeclaredSetting
 from kvwatch.admin.part import AdminPart
 from kvwatch.admin.settings import AdminOptions
 from kvwatch.exporters.identity import EngineIdentity
+from kvwatch.logs import LogLevel
 from kvwatch.observatory.observatory import Observatory
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import SequenceOutput
+from kvwatch_engine.contracts.step import Int64Array
 from kvwatch_engine.engine import Engine
+from kvwatch_engine.live import LiveEngine
 
 STEP_SECONDS = 0.005
 """What a step takes, so that requests are there while they are looked at."""
+
+MAX_BLOCKS = 2000
+"""Blocks that the model's memory has room for."""
 
 TOKENS = {
     "read": "reader-0123456789abcdef",
@@ -38,6 +44,15 @@ operate   operate  {TOKENS["operate"]}
 other     operate  {TOKENS["other"]}
 expired   operate  {TOKENS["expired"]}    2001-01-01
 """
+
+
+class SmallModel(NullModel):
+    """One whose memory is soon full."""
+
+    def rebuild(self, num_blocks: int, sources: Int64Array, destinations: Int64Array) -> None:
+        if num_blocks > MAX_BLOCKS:
+            raise MemoryError(f"there is room for {MAX_BLOCKS} blocks")
+        super().rebuild(num_blocks, sources, destinations)
 
 
 class AdminStage:
@@ -97,10 +112,12 @@ def admin_stage(
     log = EventLog()
     limits: dict[str, object] = {"block_size": 16, "num_blocks": 401, "max_model_len": 4000} | engine_settings
     settings = make_settings(**limits)
-    model = NullModel()
+    model = SmallModel()
     model.block_size = settings.block_size
     model.on_step = lambda _: time.sleep(STEP_SECONDS)
     engine = Engine(settings, model, log, _ignore, memory=model)
+    control = LiveEngine(engine)
+    control.attach("log_level", LogLevel())
     identity = EngineIdentity("chat", 0, "tiny")
     engines = AdminEngines()
     engines.add(
@@ -108,8 +125,8 @@ def admin_stage(
             labels={"engine": "chat", "dp_rank": "0", "model_name": "tiny"},
             log=log,
             view=lambda: observatory.view,
-            control=engine,
-            live=None,
+            control=control,
+            live=control,
             declared=declared,
         )
     )

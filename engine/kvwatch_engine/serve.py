@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import structlog
 
 from kvwatch import __version__
-from kvwatch.config import add_flags, parse_bytes, resolve, setting, shown_settings
+from kvwatch.config import Resolved, add_flags, parse_bytes, resolve, setting, shown_settings
 from kvwatch.errors import ConfigError
 from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.logs import configure_logs
@@ -37,6 +37,7 @@ from kvwatch_engine.engine import Engine
 from kvwatch_engine.live import LiveEngine
 from kvwatch_engine.memory.sizing import default_num_blocks, parse_watermark, watermark_ratio
 from kvwatch_engine.memory.tiers.tiers import DEFAULT_TRANSFER_SECONDS, TierSettings
+from kvwatch_engine.serve_admin import declared, tokenize_as_completions
 from kvwatch_engine.serve_lora import adapter_options, allowing_series, lora_settings
 from kvwatch_engine.serve_signals import DumpSignal, dump_on_signal
 from kvwatch_engine.serve_tiers import tier_settings, tiers_factory
@@ -156,10 +157,11 @@ class ServeCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Serve until SIGTERM or SIGINT."""
-        settings = resolve(ServeSettings, args).settings
+        resolved = resolve(ServeSettings, args)
+        settings = resolved.settings
         configure_logs(settings.log_format, settings.log_level, log_prompts=settings.log_prompts)
         with dump_on_signal() as dumps:
-            serve(settings, dumps)
+            serve(resolved, dumps)
         return 0
 
 
@@ -175,11 +177,11 @@ class Serving:
     built: Built
 
 
-def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
+def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
     """Load the model, then serve until a signal comes. Main thread only.
 
     Args:
-        settings: What was set.
+        resolved: What was set, and where.
         dumps: Is told the recorder that SIGUSR2 asks.
 
     Raises:
@@ -188,6 +190,7 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
         AdapterError: a LoRA adapter cannot be loaded.
         ExporterError: a port is taken.
     """
+    settings = resolved.settings
     started = time.monotonic()
     _raise_open_files_limit()
     from kvwatch_engine.model.sources import default_cache_dir
@@ -217,6 +220,10 @@ def serve(settings: ServeSettings, dumps: DumpSignal) -> None:
             EngineIdentity(settings.engine_name, settings.dp_rank, model.info.name),
             config=shown_settings(settings),
             api=(settings.host, settings.port or None),
+            live=control,
+            declared=declared(resolved),
+            config_file=resolved.path,
+            tokenize=tokenize_as_completions(model.info.folder),
         )
         built = plan.build(subject, further=kv_events, has_vllm_aliases=settings.vllm_aliases)
         for key, outside in built.outside.items():

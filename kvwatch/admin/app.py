@@ -27,6 +27,8 @@ MAX_BODY_BYTES = 256 * 1024
 MAX_QUERY_BYTES = 8 * 1024
 MAX_HEADER_BYTES = 16 * 1024
 JSON_TYPE = "application/json"
+MAX_WHOLE = 2.0**53
+"""Whole numbers below this are exact as floats."""
 
 _HARDENING = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
@@ -151,13 +153,22 @@ async def _body(operation: Operation, request: Request) -> Any:
         if len(content) > MAX_BODY_BYTES:
             raise Problem(problems.TOO_LARGE, f"the body has more than {MAX_BODY_BYTES} bytes; send less")
     try:
-        return msgspec.json.decode(content, type=operation.body)
+        return msgspec.convert(_whole(msgspec.json.decode(content)), operation.body)
     except msgspec.ValidationError as error:
         raise Problem(problems.INVALID, f"the body is wrong: {error}; see /openapi.json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Problem(problems.MALFORMED, f"the body is no JSON: {error}; send a JSON object") from error
     except RecursionError as error:
         raise Problem(problems.MALFORMED, "the body is nested too deeply; send a flat JSON object") from error
+
+
+def _whole(value: Any) -> Any:
+    """Return a decoded value with its whole numbers as such: for JSON 1.0 is the number 1, wherever one is allowed."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE:
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return [_whole(item) for item in value] if isinstance(value, list) else value
 
 
 def _control_problem(error: ControlError) -> Problem:

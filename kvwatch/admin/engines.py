@@ -5,7 +5,9 @@ An engine's own process has one, and callers need not name it. A sidecar may hav
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -13,7 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from kvwatch.admin import problems
 from kvwatch.admin.problems import Problem
-from kvwatch.control import EngineControl, LiveControl
+from kvwatch.control import EngineControl, LiveControl, PrefixControl
 from kvwatch.ledger.view import View
 from kvwatch.telemetry.log import EventLog
 
@@ -61,6 +63,14 @@ class AdminEngine:
     control: EngineControl
     live: LiveControl | None = None
     """Looks into it and changes it; none for an engine of another project."""
+    prefixes: PrefixControl | None = None
+    """Pins and the reset of its prefix cache."""
+    tokenize: Callable[[str], list[int]] | None = None
+    """Turns text into tokens as its prompts are. Any thread."""
+    dump_flight: Callable[[str], Future[Path]] | None = None
+    """Has its flight recorder written out, for a reason in one word. Any thread."""
+    diagnose: Callable[[], msgspec.Struct] | None = None
+    """Says what is the matter with it. Any thread."""
     declared: Sequence[DeclaredSetting] = ()
     """All settings of its process, for one in this process."""
     is_up: Callable[[], bool] = lambda: True

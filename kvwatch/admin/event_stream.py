@@ -5,6 +5,7 @@ that is kept; a client that does not read is hung up on. Nothing here can hold u
 """
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -37,6 +38,7 @@ MAX_DIGITS = 18
 TOKEN_FIELDS = ("token_ids",)
 """Fields that tell what people wrote; only for tokens with the role `prompts`."""
 _KNOWN = sorted({spec.name for spec in REGISTRY} | {spec.family for spec in REGISTRY})
+_NAMES = "|".join(re.escape(name) for name in _KNOWN)
 _REQUEST_FIELDS = ("request", "for_request")
 
 
@@ -47,7 +49,7 @@ class EventsQuery(EngineQuery, frozen=True, kw_only=True, forbid_unknown_fields=
         str,
         Meta(
             description="Names or families of events, as `block,request.finished`; all if empty.",
-            extra_json_schema={"pattern": f"^({'|'.join(_KNOWN)})(,({'|'.join(_KNOWN)}))*$"},
+            extra_json_schema={"pattern": f"^({_NAMES})(,({_NAMES}))*$"},
         ),
     ] = ""
     request: Annotated[

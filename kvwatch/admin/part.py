@@ -4,14 +4,17 @@ import asyncio
 import socket
 from collections.abc import Iterable
 
-from kvwatch.admin import document, event_stream, inspect, pool
+from kvwatch.admin import act, config, diagnosis, document, event_stream, inspect, pool
 from kvwatch.admin.access import REFUSALS, AccessGuard
 from kvwatch.admin.app import AdminApp
+from kvwatch.admin.audit import AuditTrail
+from kvwatch.admin.change_desk import ChangeDesk
+from kvwatch.admin.declared_file import DeclaredFile
 from kvwatch.admin.engines import AdminEngines
 from kvwatch.admin.event_stream import EventStreams
 from kvwatch.admin.openapi import make_document
 from kvwatch.admin.operation import Operation
-from kvwatch.admin.settings import AdminOptions, is_loopback, reserve
+from kvwatch.admin.settings import AdminOptions, is_loopback, open_audit_file, reserve
 from kvwatch.admin.site import Site
 from kvwatch.admin.tokens import TokenFile
 from kvwatch.http_protocol import BoundedStreamProtocol
@@ -28,6 +31,9 @@ OPERATIONS: tuple[Operation, ...] = (
     *pool.OPERATIONS,
     *inspect.OPERATIONS,
     *event_stream.OPERATIONS,
+    *diagnosis.OPERATIONS,
+    *config.OPERATIONS,
+    *act.OPERATIONS,
 )
 """Everything that is answered."""
 
@@ -50,6 +56,7 @@ class AdminPart:
         self._clock = clock or SystemClock()
         self._streams = EventStreams(options.max_streams)
         self._guard: AccessGuard | None = None
+        self._trail: AuditTrail | None = None
         self._socket: socket.socket | None = None
         self.address: tuple[str, int] | None = None
         """Host and port, once open."""
@@ -65,6 +72,8 @@ class AdminPart:
         tokens = None if options.token_file is None else TokenFile(options.token_file, self._clock)
         self._socket = reserve(options)
         self.address = self._socket.getsockname()[:2]
+        file = None if options.audit_file is None else open_audit_file(options.audit_file)
+        self._trail = AuditTrail(self._clock, file)
         is_local = is_loopback(self.address[0])
         self._guard = AccessGuard(options, tokens, self._clock, is_loopback=is_local)
 
@@ -80,17 +89,23 @@ class AdminPart:
         """Answer until `stop` is set."""
         assert self._socket is not None
         assert self._guard is not None
+        assert self._trail is not None
+        file = None if self._options.config_file is None else DeclaredFile(self._options.config_file)
+        desk = ChangeDesk(self._engines, self._trail, self._clock, file)
         described = make_document(OPERATIONS, is_reading_open=is_loopback(self._socket.getsockname()[0]))
-        site = Site(engines=self._engines, streams=self._streams, clock=self._clock, document=described)
+        site = Site(engines=self._engines, streams=self._streams, trail=self._trail, desk=desk, document=described)
         app = AdminApp(OPERATIONS, self._guard, site)
         serving = asyncio.ensure_future(Listener(app, self._socket, BoundedStreamProtocol).serve(stop))
+        reverting = asyncio.ensure_future(desk.run(stop))
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         self._streams.end()
         stopping.cancel()
-        await serving
+        await asyncio.gather(serving, reverting)
 
     def close(self) -> None:
         """Give back the address."""
         if self._socket is not None:
             self._socket.close()
+        if self._trail is not None:
+            self._trail.close()

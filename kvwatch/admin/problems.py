@@ -39,6 +39,8 @@ TOO_MANY = ProblemKind("too-many", 429, "Too many requests.")
 LONG_HEADERS = ProblemKind("long-headers", 431, "The headers are too long.")
 DEFECT = ProblemKind("defect", 500, "kvwatch has a defect.")
 UNSUPPORTED = ProblemKind("unsupported", 409, "This engine cannot do that.")
+NO_AUDIT = ProblemKind("no-audit", 503, "The change could not be recorded; nothing was changed.")
+FAILED = ProblemKind("failed", 409, "It was tried and did not work; nothing was changed.")
 UNAVAILABLE = ProblemKind("unavailable", 503, "The engine does not answer.")
 
 

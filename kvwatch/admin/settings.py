@@ -28,6 +28,8 @@ class AdminOptions:
     """Names, in lower case, under which it may be addressed beside `localhost` and addresses."""
     audit_file: str | None = None
     """File to which every change is appended, beside the log."""
+    config_file: str | None = None
+    """File that values may be declared in; none where that is not allowed."""
     changes_per_minute: float = 60.0
     """Changes that one token may ask for in the long run, refused ones included."""
     changes_at_once: int = 30

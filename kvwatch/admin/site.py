@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
-from kvwatch.admin.engines import AdminEngines
+from kvwatch.admin.access import Caller
+from kvwatch.admin.audit import AuditEntry, AuditTrail
+from kvwatch.admin.change_desk import ChangeDesk
+from kvwatch.admin.engines import AdminEngine, AdminEngines
 from kvwatch.admin.event_stream import EventStreams
-from kvwatch.telemetry.clock import Clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +15,22 @@ class Site:
 
     engines: AdminEngines
     streams: EventStreams
-    clock: Clock
+    trail: AuditTrail
+    desk: ChangeDesk
     document: bytes
     """The OpenAPI document."""
+
+    @staticmethod
+    def entry(caller: Caller, engine: AdminEngine, action: str, reason: str, subject: str = "") -> AuditEntry:
+        """Return the entry of what somebody is about to do; the trail numbers it."""
+        return AuditEntry(
+            id=0,
+            time="",
+            actor=caller.name,
+            address=caller.address,
+            engine=engine.name,
+            dp_rank=engine.dp_rank,
+            action=action,
+            reason=reason,
+            subject=subject,
+        )

@@ -6,7 +6,7 @@ and the recorder are imported only where the settings want them.
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -57,6 +57,10 @@ class Subject:
     """Looks into it and changes it; none for an engine of another project."""
     declared: "Sequence[DeclaredSetting]" = ()
     """Its settings with the source of each, for the admin API."""
+    config_file: str | None = None
+    """File that its settings come from; none if there is no such file."""
+    tokenize: Callable[[str], list[int]] | None = None
+    """Turns texts into tokens as its prompts are. Any thread."""
 
     @property
     def labels(self) -> dict[str, str]:
@@ -144,7 +148,7 @@ class ObservatoryPlan:
         stream = self._make_stream(subject, epoch)
         otel = self.make_otel(subject, exemplars, live)
         desk = DiagnosisDesk(lambda: live.watched().samples(), lambda: subject.identity, subject.log.clock)
-        admin = self._make_admin(subject, epoch, lambda: observatory.view)
+        admin = self._make_admin(subject, epoch, lambda: observatory.view, desk, recorder)
         observatory = Observatory(
             subject.log,
             subject.control,
@@ -186,7 +190,14 @@ class ObservatoryPlan:
 
         return StreamServer(subject.log, subject.control, self.stream, subject.labels, epoch)
 
-    def _make_admin(self, subject: Subject, epoch: str, view: Callable[[], View]) -> "AdminPart | None":
+    def _make_admin(
+        self,
+        subject: Subject,
+        epoch: str,
+        view: Callable[[], View],
+        desk: DiagnosisDesk,
+        recorder: "RecorderPart | None",
+    ) -> "AdminPart | None":
         if self.admin is None:
             return None
         from kvwatch.admin.engines import AdminEngine, AdminEngines
@@ -200,11 +211,16 @@ class ObservatoryPlan:
                 view=view,
                 control=subject.control,
                 live=subject.live,
+                tokenize=subject.tokenize,
+                dump_flight=None if recorder is None else recorder.trigger,
+                diagnose=desk.diagnosis,
                 declared=subject.declared,
                 epoch=epoch,
             )
         )
-        return AdminPart(self.admin, engines)
+        may_persist = self.settings.admin_persist
+        options = replace(self.admin, config_file=subject.config_file if may_persist else None)
+        return AdminPart(options, engines)
 
     def make_otel(
         self, subject: Subject, exemplars: ExemplarStore, live: Live, *, may_export_logs: bool = True

@@ -39,6 +39,9 @@ class ObservatorySettings(msgspec.Struct, frozen=True, kw_only=True):
     admin_audit_file: Annotated[
         str | None, setting("File to which every change through the admin API is appended, beside the log.")
     ] = None
+    admin_persist: Annotated[
+        bool, setting("Let changes through the admin API be written into the file that --config names.")
+    ] = False
     record_dir: Annotated[str | None, setting("Folder of recorded events; none records nothing.")] = None
     record_bytes: Annotated[str, setting("Room for all recordings; the oldest are removed.")] = "1GiB"
     record_file_bytes: Annotated[str, setting("Size at which a new recording is begun.")] = "64MiB"

@@ -14,7 +14,8 @@ TESTS = Path(__file__).parents[1]
 def run_schemathesis(stage: AdminStage, num_examples: int, folder: Path) -> None:
     """Run examples, coverage, fuzzing and stateful tests with every check; fail with what it found."""
     command = [
-        sys.executable, "-m", "schemathesis.cli", "run", f"{stage.url}/openapi.json",
+        sys.executable, "-m", "schemathesis.cli", "--config-file", str(TESTS / "schemathesis.toml"), "run",
+        f"{stage.url}/openapi.json",
         "--phases", "examples,coverage,fuzzing,stateful", "--checks", "all", "--max-examples", str(num_examples),
         "--header", f"Authorization: Bearer {TOKENS['operate']}", "--request-timeout", "60", "--continue-on-failure",
         "--generation-database", "none", "--seed", "1", "--suppress-health-check", "all", "--no-color",

@@ -1,0 +1,247 @@
+"""Changes settings of engines, one change of an engine at a time, and lets them revert when their time is over.
+
+    If-Match ──▶ audit: begun ──▶ apply ──▶ audit: done ──▶ expiry ──▶ apply the declared values
+
+What is live and not declared always has an expiry; what was declared has none. Knows no request and no route.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import structlog
+
+from kvwatch.admin import problems
+from kvwatch.admin.audit import AuditEntry, AuditTrail, utc
+from kvwatch.admin.declared_file import DeclaredFile, PreparedFile
+from kvwatch.admin.engines import AdminEngine, AdminEngines
+from kvwatch.admin.problems import Problem
+from kvwatch.control import ChangeOutcome, LiveControl, SettingValue
+from kvwatch.errors import ChangeConflict, ChangeFailed, ConfigError, ControlError
+from kvwatch.telemetry.clock import Clock
+
+ACTION = "config"
+OWN_NAME = "kvwatch"
+RETRY_SECONDS = 30.0
+"""Pause after a value could not be reverted."""
+LOOK_SECONDS = 0.25
+"""How often it is looked whether something has expired."""
+
+logger = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A live value that ends."""
+
+    value: SettingValue
+    until_ns: int
+    """Monotonic time."""
+    expires_at: str
+    audit: int
+    """The change that brought it."""
+
+
+@dataclass(slots=True)
+class _Desk:
+    """What is kept for one engine."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    retry_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedChange:
+    """What somebody wants."""
+
+    entry: AuditEntry
+    """Who, why."""
+    changes: Mapping[str, SettingValue]
+    expires_in: float
+    """Seconds."""
+    is_persistent: bool = False
+    expected_version: int | None = None
+
+
+class ChangeDesk:
+    """One for all engines of a listener. Its loop only.
+
+    Args:
+        engines: The engines.
+        trail: Where changes are recorded.
+        clock: Tells the time.
+        file: Where values are declared for good; none where that is not allowed.
+    """
+
+    def __init__(
+        self, engines: AdminEngines, trail: AuditTrail, clock: Clock, file: DeclaredFile | None = None
+    ) -> None:
+        self._engines = engines
+        self._trail = trail
+        self._clock = clock
+        self._file = file
+        self._desks: defaultdict[tuple[str, int], _Desk] = defaultdict(_Desk)
+
+    @asynccontextmanager
+    async def turn(self, engine: AdminEngine) -> AsyncIterator[None]:
+        """Hold up all other changes of an engine."""
+        async with self._desks[engine.name, engine.dp_rank].lock:
+            yield
+
+    def expiries(self, engine: AdminEngine) -> dict[str, str]:
+        """Return when live values revert, by key."""
+        return {key: lease.expires_at for key, lease in self._desks[engine.name, engine.dp_rank].leases.items()}
+
+    async def apply(self, engine: AdminEngine, wanted: WantedChange) -> tuple[AuditEntry, ChangeOutcome]:
+        """Carry out a change. Inside a `turn`.
+
+        Raises:
+            Problem: it cannot be recorded, or must not be persisted.
+            ControlError: the engine refused it, or it did not work.
+        """
+        live = engine.require_live()
+        prepared = await self._prepare(engine, wanted) if wanted.is_persistent else None
+        try:
+            entry = await asyncio.to_thread(self._trail.begin, wanted.entry)
+            try:
+                outcome = await self._apply(live, entry, wanted)
+            except ControlError as error:
+                self._refused(entry, error)
+                raise
+            except asyncio.CancelledError:
+                # The engine may yet do it: an hour from now nobody must be left with a value that never ends.
+                self._lease(engine, wanted.changes, wanted.expires_in, entry.id)
+                raise
+            ended = await self._end(engine, live, entry, wanted, outcome, prepared)
+        finally:
+            if prepared is not None:
+                prepared.drop()
+        return ended, outcome
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Revert what has expired until `stop` is set, then say what ends with this run."""
+        while not stop.is_set():
+            for engine in self._engines.all():
+                try:
+                    await self._revert_expired(engine)
+                except Exception:
+                    logger.exception("expired values could not be reverted", engine=engine.name)
+            try:
+                await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
+            except TimeoutError:
+                continue
+        for (name, dp_rank), desk in self._desks.items():
+            if desk.leases:
+                changes = {key: lease.value for key, lease in desk.leases.items()}
+                self._trail.tell(
+                    "live values end with this run, the declared ones will be in force",
+                    engine=name, dp_rank=dp_rank, live=changes,
+                )  # fmt: skip
+
+    # ------------------------------------------------------------ inside
+
+    async def _prepare(self, engine: AdminEngine, wanted: WantedChange) -> PreparedFile:
+        if self._file is None or not engine.declared:
+            detail = (
+                "this server may not change its configuration file: start it with --config FILE and --admin-persist, "
+                "or take the lines of config/diff and declare them where the file comes from"
+            )
+            raise Problem(problems.CONFLICT, detail)
+        sources = {each.key: each.source for each in engine.declared}
+        for key in wanted.changes:
+            source = sources.get(key, "default")
+            if source == "flag" or source.startswith("environment"):
+                raise Problem(problems.CONFLICT, f"{key} is set by {source}, which wins over the file; change it there")
+        try:
+            return await asyncio.to_thread(self._file.prepare, wanted.changes)
+        except ConfigError as error:
+            raise Problem(problems.CONFLICT, str(error)) from error
+
+    async def _apply(self, live: LiveControl, entry: AuditEntry, wanted: WantedChange) -> ChangeOutcome:
+        def apply() -> ChangeOutcome:
+            return live.apply(
+                wanted.changes, actor=entry.actor, reason=entry.reason, expected_version=wanted.expected_version
+            )
+
+        return await asyncio.to_thread(apply)
+
+    def _refused(self, entry: AuditEntry, error: ControlError) -> None:
+        outcome = "failed" if isinstance(error, ChangeFailed) else "refused"
+        self._trail.end(msgspec.structs.replace(entry, outcome=outcome, message=str(error)))
+        if isinstance(error, ChangeConflict):
+            raise Problem(problems.STALE, str(error)) from error
+        if isinstance(error, ChangeFailed):
+            raise Problem(problems.FAILED, str(error)) from error
+
+    async def _end(
+        self,
+        engine: AdminEngine,
+        live: LiveControl,
+        entry: AuditEntry,
+        wanted: WantedChange,
+        outcome: ChangeOutcome,
+        prepared: PreparedFile | None,
+    ) -> AuditEntry:
+        message = ""
+        is_declared = False
+        if prepared is not None:
+            try:
+                await asyncio.to_thread(prepared.commit)
+                await asyncio.to_thread(
+                    lambda: live.declare(list(wanted.changes), actor=entry.actor, reason=entry.reason)
+                )
+                is_declared, message = True, "written to the configuration file"
+            except (OSError, ControlError) as error:
+                message = f"it is live, but could not be declared: {error}"
+        leases = {} if is_declared else dict(wanted.changes)
+        for key in wanted.changes:
+            self._desks[engine.name, engine.dp_rank].leases.pop(key, None)
+        state = await asyncio.to_thread(live.settings)
+        has_drifted = {str(each.key) for each in state.settings if each.has_drifted}
+        kept = {key: value for key, value in leases.items() if key in has_drifted}
+        expires_at = self._lease(engine, kept, wanted.expires_in, entry.id) if kept else None
+        return self._trail.end(
+            msgspec.structs.replace(
+                entry, outcome="done", changes=list(outcome.changes), expires_at=expires_at, message=message
+            )
+        )
+
+    def _lease(self, engine: AdminEngine, values: Mapping[str, SettingValue], seconds: float, audit: int) -> str:
+        until_ns = self._clock.monotonic_ns() + int(seconds * 1e9)
+        expires_at = utc(self._clock.wall_ns() + int(seconds * 1e9))
+        leases = self._desks[engine.name, engine.dp_rank].leases
+        leases |= {key: Lease(value, until_ns, expires_at, audit) for key, value in values.items()}
+        return expires_at
+
+    async def _revert_expired(self, engine: AdminEngine) -> None:
+        desk, now = self._desks[engine.name, engine.dp_rank], self._clock.monotonic_ns()
+        if now < desk.retry_ns or not any(lease.until_ns <= now for lease in desk.leases.values()):
+            return
+        async with desk.lock:
+            expired = {key: lease for key, lease in desk.leases.items() if lease.until_ns <= now}
+            if not expired:
+                return
+            try:
+                await self._revert(engine, expired)
+            except (ControlError, Problem) as error:
+                desk.retry_ns = now + int(RETRY_SECONDS * 1e9)
+                logger.warning(
+                    "values that have expired cannot be reverted yet", keys=list(expired), error=str(error),
+                    again_seconds=RETRY_SECONDS,
+                )  # fmt: skip
+
+    async def _revert(self, engine: AdminEngine, expired: Mapping[str, Lease]) -> None:
+        live = engine.require_live()
+        state = await asyncio.to_thread(live.settings)
+        declared = {str(each.key): each.declared for each in state.settings if each.key in expired}
+        numbers = sorted({lease.audit for lease in expired.values()})
+        reason = f"the time of change {', '.join(map(str, numbers))} is over"
+        entry = AuditEntry(
+            id=0, time="", actor=OWN_NAME, address="", engine=engine.name, dp_rank=engine.dp_rank, action=ACTION,
+            reason=reason, subject=" ".join(declared), reverts=numbers[0] if len(numbers) == 1 else None,
+        )  # fmt: skip
+        await self.apply(engine, WantedChange(entry=entry, changes=declared, expires_in=3600.0))

@@ -1,0 +1,57 @@
+"""The admin API of `kvwatch serve` as its users run it."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from admin_stage import TOKEN_FILE, TOKENS
+from openai_server import wait_until
+from server_process import serve_process
+from tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("model"))
+
+
+def test_a_server_is_looked_into_and_changed(folder: Path, tmp_path: Path) -> None:
+    tokens, config, audit = tmp_path / "tokens", tmp_path / "kvwatch.toml", tmp_path / "audit"
+    tokens.write_text(TOKEN_FILE, encoding="utf-8")
+    config.write_text("max_num_seqs = 16\n", encoding="utf-8")
+    flags = [
+        "--num-blocks", "200", "--config", str(config), "--admin-token-file", str(tokens), "--admin-persist",
+        "--admin-audit-file", str(audit), "--flight-dir", str(tmp_path / "flight"),
+    ]  # fmt: skip
+    with serve_process(folder, *flags) as server:
+        ready = next(line for line in server.lines if line.get("event") == "ready")
+        headers = {"Authorization": f"Bearer {TOKENS['operate']}"}
+        with httpx.Client(base_url=str(ready["admin"]), headers=headers, timeout=60, trust_env=False) as client:
+            settings = {each["key"]: each for each in client.get("/config").json()["settings"]}
+            assert (settings["num_blocks"]["value"], settings["num_blocks"]["source"]) == (200, "flag")
+            assert (settings["max_num_seqs"]["value"], settings["max_num_seqs"]["source"]) == (16, f"file {config}")
+            assert settings["port"]["change"] is None
+            assert settings["log_level"]["value"] == "info"
+
+            def change(key: str, value: object, *, persist: bool = False) -> httpx.Response:
+                body = {"changes": {key: value}, "reason": "test", "persist": persist}
+                tag = client.get("/config").headers["etag"]
+                return client.patch("/config", json=body, headers={"If-Match": tag})
+
+            assert change("log_level", "error").status_code == 200
+            assert change("max_num_seqs", 8, persist=True).status_code == 200
+            assert config.read_text(encoding="utf-8") == "max_num_seqs = 8\n"
+            assert change("num_blocks", 150, persist=True).status_code == 409
+            assert change("num_blocks", 150).status_code == 200
+            assert client.get("/pool").json()["tiers"][0]["capacity"] in {149, 199}
+            wait_until(lambda: client.get("/pool").json()["tiers"][0]["capacity"] == 149, 60)
+            assert client.post("/flight/dump", json={"reason": "look"}).json()["file"].endswith(".kvrec")
+            assert [each["engine"] for each in client.get("/diagnosis").json()["engines"]] == ["kvwatch"]
+        assert server.terminate() == 0
+        lines = server.drain_log()
+    told = [line for line in lines if line.get("event") == "audit"]
+    assert {str(line["action"]) for line in told} == {"config", "flight.dump"}
+    assert all(TOKENS["operate"] not in str(line) for line in lines)
+    (ended,) = (line for line in lines if "live values end" in str(line.get("event", "")))
+    assert ended["live"] == {"log_level": "error", "num_blocks": 150}
+    assert len(audit.read_text(encoding="utf-8").splitlines()) == len(told)

@@ -1,0 +1,328 @@
+"""Changes through the admin API: decided on what was read, recorded, in force at once, and over when their time is."""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from admin_stage import AdminStage, admin_stage
+from openai_server import wait_until
+
+from kvwatch.admin.declared_file import changed_text
+from kvwatch.admin.engines import DeclaredSetting
+from kvwatch.errors import ConfigError
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[AdminStage]:
+    with admin_stage(tmp_path, options={"audit_file": str(tmp_path / "audit")}) as running:
+        yield running
+
+
+def change(client: httpx.Client, query: str = "", etag: str | None = None, **body: Any) -> httpx.Response:
+    """Change settings as they are now, or as they were under an ETag."""
+    tag = client.get("/config").headers["etag"] if etag is None else etag
+    return client.patch(f"/config{query}", json={"reason": "to see", **body}, headers={"If-Match": tag})
+
+
+def setting(client: httpx.Client, key: str) -> dict[str, Any]:
+    """Return one setting as the API shows it."""
+    found: dict[str, Any] = next(each for each in client.get("/config").json()["settings"] if each["key"] == key)
+    return found
+
+
+def test_a_change_is_in_force_recorded_and_told(
+    stage: AdminStage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with stage.client("operate") as client:
+        answer = change(client, changes={"num_blocks": 301, "watermark": "0.05"}, reason="room for others").json()
+
+        assert stage.engine.snapshot().tiers[0].num_blocks == 301
+        assert [(each["key"], each["old"], each["new"]) for each in answer["outcome"]["changes"]] == [
+            ("num_blocks", 401, 301), ("watermark", "0", "0.05"),
+        ]  # fmt: skip
+        entry = client.get(f"/audit/{answer['audit']['id']}").json()
+        assert entry == answer["audit"]
+        assert (entry["actor"], entry["address"], entry["reason"]) == ("operate", "127.0.0.1", "room for others")
+        assert entry["outcome"] == "done"
+        begun, done = (json.loads(line) for line in (tmp_path / "audit").read_text().splitlines())
+        assert (begun["outcome"], done["outcome"]) == ("begun", "done")
+        assert done == entry
+        assert setting(client, "num_blocks")["value"] == 301
+        assert setting(client, "num_blocks")["declared"] == 401
+        diff = client.get("/config/diff").json()
+        assert diff["toml"] == 'num_blocks = 301\nwatermark = "0.05"\n'
+        assert diff["helm_values"] == 'config:\n  num_blocks: 301\n  watermark: "0.05"\n'
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvwatch.audit"]
+    assert len(lines) == 2
+    assert all("room for others" in line for line in lines)
+
+
+def test_of_two_changes_at_once_one_wins(stage: AdminStage) -> None:
+    with stage.client("operate") as one, stage.client("other") as other:
+        tag = one.get("/config").headers["etag"]
+        barrier = threading.Barrier(2)
+        found: list[int] = []
+
+        def ask(client: httpx.Client, watermark: str) -> None:
+            barrier.wait()
+            found.append(change(client, etag=tag, changes={"watermark": watermark}).status_code)
+
+        threads = [threading.Thread(target=ask, args=pair) for pair in ((one, "7"), (other, "9"))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert sorted(found) == [200, 412]
+        assert len(one.get("/audit").json()["entries"]) == 1
+
+
+def test_a_change_that_expires_reverts_and_says_so(stage: AdminStage) -> None:
+    with stage.client("operate") as client:
+        answer = change(client, changes={"max_num_seqs": 4}, expires_in=2).json()
+        assert answer["audit"]["expires_at"] == setting(client, "max_num_seqs")["expires_at"]
+        wait_until(lambda: stage.value("config_drift", key="max_num_seqs") == 1, 60)
+
+        wait_until(lambda: setting(client, "max_num_seqs")["value"] == 8, 60)
+
+        wait_until(lambda: stage.value("config_drift", key="max_num_seqs") == 0, 60)
+        newest = client.get("/audit").json()["entries"][0]
+        assert (newest["actor"], newest["reverts"]) == ("kvwatch", answer["audit"]["id"])
+        assert str(answer["audit"]["id"]) in newest["reason"]
+        assert setting(client, "max_num_seqs")["expires_at"] is None
+
+
+def test_a_later_change_has_its_own_time(stage: AdminStage) -> None:
+    with stage.client("operate") as client:
+        change(client, changes={"max_num_seqs": 4}, expires_in=1)
+        change(client, changes={"max_num_seqs": 5}, expires_in=3600)
+
+        wait_until(lambda: client.get("/audit").json()["entries"][0]["outcome"] == "done", 60)
+        threading.Event().wait(2)
+
+        assert setting(client, "max_num_seqs")["value"] == 5
+
+
+def test_a_dry_run_says_what_would_happen_and_changes_nothing(stage: AdminStage) -> None:
+    with stage.client("operate") as client:
+        answer = change(client, "?dry_run=true", changes={"num_blocks": 301}).json()
+
+        assert answer["is_dry_run"]
+        assert answer["preview"]["is_possible"]
+        assert [each["key"] for each in answer["preview"]["changes"]] == ["num_blocks"]
+        assert setting(client, "num_blocks")["value"] == 401
+        assert client.get("/audit").json()["entries"] == []
+
+
+def test_a_change_is_taken_back(stage: AdminStage) -> None:
+    with stage.client("operate") as client:
+        first = change(client, changes={"watermark": "7"}).json()["audit"]["id"]
+
+        answer = client.post(f"/audit/{first}/revert", json={"reason": "enough"})
+        again = client.post(f"/audit/{first}/revert", json={"reason": "enough"})
+
+        assert answer.status_code == 200
+        assert answer.json()["audit"]["reverts"] == first
+        assert setting(client, "watermark")["value"] == "0"
+        assert setting(client, "watermark")["expires_at"] is None, "what is declared does not expire"
+        assert again.status_code == 409
+        assert client.post("/audit/1/revert", json={"reason": "enough"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"changes": {"num_block": 5}}, 422),
+        ({"changes": {"num_blocks": "5"}}, 422),
+        ({"changes": {"num_blocks": 1}}, 422),
+        ({"changes": {"num_blocks": None}}, 422),
+        ({"changes": {}}, 422),
+        ({"changes": {"watermark": "much"}}, 409),
+        ({"changes": {"max_num_seqs": 4000}}, 409),
+        ({"changes": {"block_size": 8}}, 409),
+        ({"changes": {"num_blocks": 3000}}, 409),
+        ({"changes": {"watermark": "3"}, "reason": ""}, 422),
+        ({"changes": {"watermark": "3"}, "reason": "   "}, 422),
+        ({"changes": {"watermark": "3"}, "expires_in": 0}, 422),
+        ({"changes": {"watermark": "3"}, "expires_in": None}, 422),
+        ({"changes": {"watermark": "3"}, "more": 1}, 422),
+        ({"changes": {"watermark": "3"}, "persist": True}, 409),
+    ],
+)  # fmt: skip
+def test_what_is_refused_leaves_everything_as_it_was(stage: AdminStage, body: dict[str, Any], status: int) -> None:
+    with stage.client("operate") as client:
+        before = client.get("/config").content
+
+        answer = change(client, **body)
+
+        assert answer.status_code == status, answer.text
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert client.get("/config").content == before
+        assert {entry["outcome"] for entry in client.get("/audit").json()["entries"]} <= {"refused", "failed"}
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"{", "application/json", 400), (b"\xff", "application/json", 400), (b"[]", "application/json", 422),
+        (b"{}", "text/plain", 415), (b"{}", "", 415), (b"[" * 100_000, "application/json", 400),
+        (b" " * 300_000, "application/json", 413),
+    ],
+)  # fmt: skip
+def test_a_body_that_is_none_is_refused(stage: AdminStage, content: bytes, kind: str, status: int) -> None:
+    with stage.client("operate") as client:
+        headers = {"Content-Type": kind, "If-Match": "x"}
+        assert client.patch("/config", content=content, headers=headers).status_code == status
+
+
+def test_a_change_must_say_what_it_was_decided_on(stage: AdminStage) -> None:
+    with stage.client("operate") as client:
+        body = {"changes": {"watermark": "3"}, "reason": "x"}
+        assert client.patch("/config", json=body).status_code == 428
+        assert client.patch("/config", json=body, headers={"If-Match": "*"}).status_code == 412
+        assert client.patch("/config", json=body, headers={"If-Match": '"old"'}).status_code == 412
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_no_audit_no_change(tmp_path: Path) -> None:
+    with admin_stage(tmp_path, options={"audit_file": "/dev/full"}) as stage, stage.client("operate") as client:
+        answer = change(client, changes={"watermark": "3"})
+        act = client.post("/admission/pause", json={"reason": "x", "seconds": 60})
+
+        assert (answer.status_code, act.status_code) == (503, 503)
+        assert setting(client, "watermark")["value"] == "0"
+        assert not client.get("/admission").json()["admission"]["is_paused"]
+
+
+def test_changes_have_a_rate(tmp_path: Path) -> None:
+    rate = {"changes_per_minute": 1, "changes_at_once": 2}
+    with (
+        admin_stage(tmp_path, options=rate) as stage,
+        stage.client("operate") as client,
+        stage.client("other") as other,
+    ):
+        codes = [client.post("/admission/resume", json={"reason": "x"}) for _ in range(3)]
+        assert [code.status_code for code in codes] == [200, 200, 429]
+        assert int(codes[-1].headers["retry-after"]) > 0
+        assert other.post("/admission/resume", json={"reason": "x"}).status_code == 200
+        assert client.get("/pool").status_code == 200
+
+
+# ---------------------------------------------------------------- the configuration file
+
+
+def test_a_value_may_be_declared_for_good(tmp_path: Path) -> None:
+    path = tmp_path / "kvwatch.toml"
+    path.write_text("# ours\nnum-blocks = 401 # as measured\n", encoding="utf-8")
+    declared = tuple(
+        DeclaredSetting(key=key, value=value, source=source, brief=key)
+        for key, value, source in (
+            ("num_blocks", "401", f"file {path}"), ("watermark", "0", "default"), ("max_num_seqs", "8", "flag"),
+        )
+    )  # fmt: skip
+    with (
+        admin_stage(tmp_path, options={"config_file": str(path)}, declared=declared) as stage,
+        stage.client("operate") as client,
+    ):
+        answer = change(client, changes={"num_blocks": 301, "watermark": "7"}, persist=True)
+        refused = change(client, changes={"max_num_seqs": 4}, persist=True)
+
+        assert answer.status_code == 200, answer.text
+        assert path.read_text(encoding="utf-8") == '# ours\nnum_blocks = 301 # as measured\nwatermark = "7"\n'
+        assert answer.json()["audit"]["expires_at"] is None
+        assert client.get("/config/diff").json()["differences"] == []
+        assert refused.status_code == 409
+        assert "flag" in refused.json()["detail"]
+    assert os.listdir(tmp_path).count("kvwatch.toml") == 1
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".kvwatch")]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", "a = 1\n"),
+        ("a = 2", "a = 1\n"),
+        ("b = 3", "b = 3\na = 1\n"),
+        ("a = 2 # why\n[lora]\na = 5\n", "a = 1 # why\n[lora]\na = 5\n"),
+        ("[lora]\na = 5\n", "a = 1\n[lora]\na = 5\n"),
+        ("# a = 2\n'a' = 3\n", "# a = 2\na = 1\n"),
+    ],
+)
+def test_only_the_line_of_a_setting_changes(old: str, new: str) -> None:
+    assert changed_text(old, {"a": 1}) == new
+
+
+@pytest.mark.parametrize("old", ["a = '''\nb = 2\n'''\nb = 3\n", "a = [\n 1,\n]\n", "not toml"])
+def test_a_file_that_cannot_be_changed_by_line_is_left_alone(old: str) -> None:
+    with pytest.raises(ConfigError, match="by hand"):
+        changed_text(old, {"a": 1, "b": 1})
+
+
+# ---------------------------------------------------------------- acts
+
+
+def test_admission_pauses_for_a_time_and_goes_on(stage: AdminStage) -> None:
+    with stage.client("operate") as client:
+        paused = client.post("/admission/pause", json={"reason": "maintenance", "seconds": 600}).json()
+        assert paused["admission"]["is_paused"]
+        stage.submit("late", max_tokens=5)
+        wait_until(lambda: stage.value("waiting_requests", reason="paused") == 1, 60)
+        (request,) = client.get("/requests?state=waiting").json()["requests"]
+        assert (request["request"], request["wait_reason"]) == ("late", "paused")
+
+        resumed = client.post("/admission/resume", json={"reason": "done"}).json()
+
+        assert not resumed["admission"]["is_paused"]
+        wait_until(lambda: stage.engine.num_live_requests == 0, 60)
+        actions = [entry["action"] for entry in client.get("/audit").json()["entries"]]
+        assert actions == ["admission.resume", "admission.pause"]
+
+
+def test_a_request_is_ended(stage: AdminStage) -> None:
+    stage.submit("long one")
+    stage.wait_running(1)
+    with stage.client("operate") as client:
+        shown = client.get("/requests/long%20one").json()
+        assert shown["num_blocks"] >= 3
+
+        answer = client.post("/requests/long%20one/abort", json={"reason": "too long"})
+        again = client.post("/requests/long%20one/abort", json={"reason": "too long"})
+
+    assert (answer.status_code, again.status_code) == (200, 404)
+    assert stage.engine.num_live_requests == 0
+
+
+def test_a_drain_begins(stage: AdminStage) -> None:
+    with stage.client("operate") as client:
+        assert client.post("/drain", json={"reason": "update"}).status_code == 200
+        assert not client.get("/engines").json()["engines"][0]["is_ready"]
+
+
+def test_blocks_and_prefixes_are_shown_in_pages(stage: AdminStage) -> None:
+    stage.submit("a", num_prompt_tokens=200, max_tokens=1)
+    wait_until(lambda: stage.engine.num_live_requests == 0, 60)
+    with stage.client() as client:
+        cached = client.get("/blocks?state=cached&limit=5").json()
+        rest = client.get(f"/blocks?state=cached&cursor={cached['next_cursor']}").json()
+        first = cached["blocks"][0]["hash"]
+        (found,) = client.get(f"/blocks?hash={first[:20]}").json()["blocks"]
+        prefixes = client.get("/prefixes?by=tokens").json()
+
+    assert len(cached["blocks"]) == 5
+    assert len(cached["blocks"]) + len(rest["blocks"]) == 12
+    assert found["hash"] == first
+    assert prefixes["prefixes"][0]["num_blocks"] == 12
+
+
+def test_what_is_not_there_is_said_plainly(stage: AdminStage) -> None:
+    with stage.client("operate") as client:
+        for path, body in (("/flight/dump", {"reason": "x"}), ("/pins", {"reason": "x", "token_ids": [1]})):
+            answer = client.post(path, json=body)
+            assert answer.status_code == 409
+            assert "here" in answer.json()["detail"]
+        assert client.get("/diagnosis").json() == {"engines": []}
