@@ -10,7 +10,7 @@ from kvwatch.telemetry.events.block import GROUPS
 from kvwatch.telemetry.log import EventLog, GapError
 from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import EngineSnapshot, GroupState, TierState
-from kvwatch_engine.contracts.cache import KVGroup
+from kvwatch_engine.contracts.cache import BlockLayout, KVDtype, KVGroup
 from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.settings import EngineSettings
@@ -52,6 +52,9 @@ class NullModel:
     def __init__(self, vocab_size: int = 50) -> None:
         self.vocab_size = vocab_size
         self.slots: dict[int, int] = {}
+        self.slot_bytes = 16
+        self.spare_bytes = 1 << 40
+        """Memory beside that of the present pool."""
         self.block_size = 0
         self.windows: tuple[int | None, ...] = (None,)
         self.on_step: Callable[[StepInput], None] = lambda _step: None
@@ -103,6 +106,25 @@ class NullModel:
             if source * self.block_size + offset in self.slots
         }
         assert all(0 < slot < num_blocks * self.block_size for slot in self.slots)
+
+    def layout(self, block_size: int, kv_dtype: KVDtype) -> BlockLayout:
+        dtype = "float32" if kv_dtype == "auto" else kv_dtype
+        return BlockLayout(block_size, kv_dtype, dtype, self.slot_bytes * block_size)
+
+    def free_bytes(self) -> int:
+        return self.spare_bytes
+
+    def relay(self, layout: BlockLayout, num_blocks: int, sources: Int64Array, destinations: Int64Array) -> None:
+        """Have the naive cache anew in blocks of another size: what is not copied cannot be read any more."""
+        pairs = zip(sources.tolist(), destinations.tolist(), strict=True)
+        self.slots = {destination: self.slots[source] for source, destination in pairs}
+        self.block_size = layout.block_size
+        assert all(layout.block_size <= slot < num_blocks * layout.block_size for slot in self.slots)
+
+    def replace(self, layout: BlockLayout, num_blocks: int) -> None:  # noqa: ARG002
+        """Have the naive cache anew, and nothing in it."""
+        self.slots = {}
+        self.block_size = layout.block_size
 
     def _sample(self, row: SampleRow) -> int:
         token = self.next_token(row.prompt_token_ids, row.seed, row.position)

@@ -14,6 +14,7 @@ from kvwatch.telemetry.events import BlocksShared
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import SequenceState, TierState, TransferState
 from kvwatch_engine.contracts.block import BlockHash, BlockId
+from kvwatch_engine.contracts.cache import BlockLayout
 from kvwatch_engine.contracts.tiers import TierHit, TransferKind, TransferOutcome
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import Owner
@@ -197,6 +198,12 @@ class DictTiers:
 
     def clear(self) -> None:
         self.prefixes.clear()
+
+    def lay_out(self, layout: BlockLayout) -> None:  # noqa: ARG002
+        assert not self.in_flight
+        assert not self.kept, "no request is swapped out"
+        self.prefixes.clear()
+        self._forgotten.clear()
 
     def close(self) -> None:
         self.in_flight.clear()

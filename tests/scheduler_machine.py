@@ -11,13 +11,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from slot_store import SlotStore
 from tier_faults import SteppedWorker
 
-from kvwatch.errors import ChangeRefused
+from kvwatch.errors import ChangeFailed, ChangeRefused
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, SequenceOutput
 from kvwatch_engine.contracts.sampling import BeamParams
 from kvwatch_engine.contracts.step import StepInput, StepResult
 from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.core import sequence_seed
+from kvwatch_engine.live.changer import Changer, RebuildLimits
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.tiers.block_file import StoreIdentity
 from kvwatch_engine.memory.tiers.tiers import Machine, MemoryTiers, TierSettings
@@ -119,6 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # With 16 the ledger loses events all the time and has to heal itself.
         self.log = EventLog(log_capacity, self.clock)
         self.model = FailingModel()
+        self.model.slot_bytes = 8
         self.model.on_step = self.check_step
         self.model.on_context = self.check_context
         self.core = make_core(
@@ -253,6 +255,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert max([used, watermark + 1, *needed]) <= num_blocks - 1
             assert self.core.snapshot().config["num_blocks"] == num_blocks
+
+    @rule(block_size=st.sampled_from([1, 2, 3, 4, 8]), is_copied=st.booleans())
+    def rebuild(self, block_size: int, is_copied: bool) -> None:
+        """Between two steps, whatever runs: live tokens are copied or computed again; refused, it changes nothing."""
+        before = self.core.snapshot()
+        old_size = self.core.settings.block_size
+        self.model.spare_bytes = (1 << 40) if is_copied else 0
+        changer = Changer(self.core, RebuildLimits(cooldown_seconds=0.0))
+        try:
+            _, carry_out = changer.prepare({"block_size": block_size}, [], actor="test", reason="", version=None)
+        except ChangeRefused:
+            after = self.core.snapshot()
+            assert (after.tiers, after.sequences, after.config) == (before.tiers, before.sequences, before.config)
+            return
+        try:
+            carry_out()
+        except ChangeFailed:  # the host tier is too small for such a block
+            assert self.core.tiers is not None
+            assert (self.core.manager.block_size, self.core.settings.block_size) == (old_size, old_size)
+        else:
+            assert (self.core.manager.block_size, self.core.settings.block_size) == (block_size, block_size)
 
     @rule(count=st.integers(1, 12), seconds=st.sampled_from([0.0, 0.0, 0.01, 0.4]))
     def step(self, count: int, seconds: float) -> None:

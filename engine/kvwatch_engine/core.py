@@ -5,7 +5,8 @@
 """
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import structlog
 
@@ -87,6 +88,9 @@ class EngineCore:
         self.tiers = make_tiers(self.manager) if make_tiers is not None else None
         self.scheduler = Scheduler(settings, self.manager, log, self.tiers)
         self._resizer = PoolResizer(self.manager, memory, log) if memory is not None else None
+        self._memory = memory
+        self.defect: BaseException | None = None
+        """What was left half done; the engine must not go on."""
         self.config_drift: dict[str, float] = {}
         """For each setting that can change live: 1 if its live value is not the declared one. Set by who knows both."""
         self._num_steps = 0
@@ -125,7 +129,7 @@ class EngineCore:
             arrival=arrival,
             queued_ns=queued_ns,
             seeds=[sequence_seed(first_seed, index) for index in range(sampling.num_sequences)],
-            chain=self._chain(source),
+            chain=self.chain_of(source),
             search=self._search(source),
             rank=rank_of(source.priority, queued_ns, arrival, settings.priority_aging_seconds),
             deadline_ns=deadline_of(queued_ns, source.deadline_seconds, settings.deadline_seconds),
@@ -227,6 +231,31 @@ class EngineCore:
         self.settings = settings
         self.manager.enable_prefix_cache = settings.enable_prefix_cache
         self.scheduler.adopt(settings)
+
+    def adopt_layout(self, settings: EngineSettings, block_bytes: int) -> None:
+        """Follow settings whose blocks pool and memory have already."""
+        self._block_bytes = block_bytes
+        self.adopt(settings)
+
+    @contextmanager
+    def vital(self) -> Iterator[None]:
+        """Note an exception of something that must not be left half done: the engine stops rather than go on."""
+        try:
+            yield
+        except BaseException as error:
+            self.defect = error
+            raise
+
+    @property
+    def memory(self) -> BlockMemory:
+        """What the pool's blocks lie in.
+
+        Raises:
+            ChangeRefused: it is not the engine's to change.
+        """
+        if self._memory is None:
+            raise ChangeRefused("this engine's memory cannot be changed; restart it with other settings")
+        return self._memory
 
     @property
     def resizer(self) -> PoolResizer:
@@ -343,11 +372,12 @@ class EngineCore:
         max_tokens = min(sampling.max_tokens, settings.max_model_len - len(source.prompt_token_ids))
         return BeamSearch(sampling.beams, max_tokens, sampling.end_token_ids(settings.eos_token_ids))
 
-    def _chain(self, source: GenerationRequest) -> HashChain:
+    def chain_of(self, source: GenerationRequest | Request) -> HashChain:
+        """Return the hash chain of a request's prompt, for blocks of the present size."""
         images = [MultimodalItem(each.position, each.num_tokens, each.image.content_hash) for each in source.images]
         return HashChain(self._root(source), self.settings.block_size, images)
 
-    def _root(self, source: GenerationRequest) -> BlockHash:
+    def _root(self, source: GenerationRequest | Request) -> BlockHash:
         return root_hash(
             sequence_keys(
                 self.settings.block_size,

@@ -343,6 +343,8 @@ class Engine:
         if command is not None:
             self._log.begin(self._core.num_steps)
             self._inbox.carry_out(self._core, command)
+        if self._core.defect is not None:
+            raise self._core.defect
 
     def _await_command(self, seconds: float) -> Command | None:
         self._lease.give()  # with requests that nothing can be done for, this is where an engine is stuck

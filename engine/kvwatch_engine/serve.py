@@ -34,7 +34,7 @@ from kvwatch_engine.contracts.cache import KVCacheSpec, KVDtype
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.settings import EngineSettings, PreemptionMode, VictimPolicy
 from kvwatch_engine.engine import Engine
-from kvwatch_engine.live import LiveEngine
+from kvwatch_engine.live import LiveEngine, RebuildLimits
 from kvwatch_engine.memory.sizing import default_num_blocks, parse_watermark, watermark_ratio
 from kvwatch_engine.memory.tiers.tiers import DEFAULT_TRANSFER_SECONDS, TierSettings
 from kvwatch_engine.serve_admin import declared, tokenize_as_completions
@@ -125,6 +125,14 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
     ] = None
     max_loras: Annotated[int, setting("Most LoRA adapters in memory.", minimum=1, maximum=256)] = DEFAULT_MAX_ADAPTERS
     max_lora_rank: Annotated[int, setting("Highest rank of a LoRA adapter.", minimum=1, maximum=512)] = DEFAULT_MAX_RANK
+    allow_rebuild: Annotated[
+        bool,
+        setting("Let block size and type of the cache be changed while requests run: steps stand still meanwhile."),
+    ] = False
+    max_rebuild_pause: Annotated[
+        float, setting("Seconds for which steps may stand still for that, as estimated.", minimum=0.01, maximum=3600)
+    ] = 10.0
+    rebuild_cooldown: Annotated[float, setting("Seconds between two such changes.", minimum=0, maximum=86_400)] = 60.0
     drain_seconds: Annotated[
         float, setting("Time that requests get to finish on SIGTERM.", minimum=0, maximum=86_400)
     ] = 30.0
@@ -213,7 +221,8 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
         model = _load_model(settings, cache_dir)
         dispatcher = OutputDispatcher()
         engine = _make_engine(settings, tiers, model, log, dispatcher)
-        control = LiveEngine(engine)
+        rebuilds = RebuildLimits(settings.max_rebuild_pause, settings.rebuild_cooldown)
+        control = LiveEngine(engine, rebuilds if settings.allow_rebuild else None)
         subject = Subject(
             log,
             control,

@@ -9,7 +9,8 @@ obey the law: a ledger that applies them finds nothing wrong. Pool: 8 blocks of 
     step 4   `a` ends; `b` resumes from the cache
     step 5   the pool gets smaller, which moves a block of `b`, and large again; two other sizes cannot be had;
              the model fails, `b` ends with an error; the cache is cleared; a request is refused;
-             `g` is too much for the memory, is swapped out, lost on the way, and late in the end
+             `g` is too much for the memory, is swapped out, lost on the way, and late in the end; the pool is laid
+             out anew
     a minute passes
     step 6   admission is paused, the watermark changed and changed back; the engine drains; `d` runs with two
              sequences, `e` waits, `f` has come and gone: the last view is of a busy engine
@@ -166,7 +167,7 @@ def _admitted(
 def _rebuilt(
     old_num_blocks: int,
     new_num_blocks: int,
-    outcome: Literal["resized", "refused", "failed"],
+    outcome: Literal["resized", "refused", "failed", "rebuilt"],
     duration_ns: int | None,
     *,
     reason: str = "",
@@ -305,6 +306,8 @@ def _swapped() -> Iterator[Event]:
     yield ev.SwapAbandoned(request="g", reason="copy")
     yield ev.WaitReasonsChanged(requests=["g"], reasons=["blocks"])
     yield _finished("g", "deadline", prompt=6, generated=0, peak_blocks=2, times_ms=(1, None, None, None))
+    yield ev.BlocksLaidOut(num_blocks=NUM_BLOCKS, block_size_tokens=BLOCK_SIZE, block_bytes=4096)
+    yield _rebuilt(NUM_BLOCKS, NUM_BLOCKS, "rebuilt", 5 * MS, reason="other blocks, and back")
 
 
 def _live_changes() -> Iterator[Event]:

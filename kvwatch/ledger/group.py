@@ -214,6 +214,22 @@ class GroupPool:
         self._columns.num_empty += self.num_cached
         self.num_cached = 0
 
+    def reset(self) -> None:
+        """Note that the group holds nothing any more; the tier empties the columns."""
+        self.tables.clear()
+        self.num_used = self.num_cached = self.num_entries = self.num_shared = self.num_filled_slots = 0
+
+    def lay_out(self, request: str, sequence: int, block_ids: list[int]) -> None:
+        """A sequence has this block table now; blocks that no table before it had come out of the empty ones."""
+        columns = self._columns
+        for block in block_ids:
+            if not self._ref_counts[block]:
+                self.num_used += 1
+                columns.num_empty -= 1
+                columns.groups[block] = self.number
+            self._add_reference(block)
+        self._table(request, sequence).extend(block_ids)
+
     # ------------------------------------------------------------ inside
 
     def _settle(self, block: int) -> None:

@@ -332,6 +332,7 @@ class Ledger:
             ev.BlocksCopied: by_group(GroupPool.copy),
             ev.CacheCleared: by_tier(TierPool.clear),
             ev.BlocksRelocated: by_tier(TierPool.relocate),
+            ev.BlocksLaidOut: self._laid_out,
             ev.PoolRebuilt: self._rebuilt,
             ev.SequenceForked: pools[CHECKED_TIER].fork,
             ev.StepScheduled: self._scheduled,
@@ -435,14 +436,24 @@ class Ledger:
         else:
             self._leave_queue(request)
 
+    def _laid_out(self, event: ev.BlocksLaidOut) -> None:
+        self._pools[event.tier].lay_out(event)
+        if event.tier == CHECKED_TIER:
+            self.limits = replace(self.limits, block_size_tokens=event.block_size_tokens, block_bytes=event.block_bytes)
+
     def _rebuilt(self, event: ev.PoolRebuilt) -> None:
-        if event.outcome != "resized":
+        if event.outcome not in ("resized", "rebuilt"):
             return
-        self._pools[event.tier].resize(event.new_num_blocks)
+        if event.outcome == "resized":
+            self._pools[event.tier].resize(event.new_num_blocks)
         if event.tier != CHECKED_TIER:
             return
         self.limits = replace(self.limits, watermark_blocks=event.watermark_blocks)
-        in_force = {"num_blocks": event.new_num_blocks, "watermark_blocks": event.watermark_blocks}
+        in_force = {
+            "num_blocks": event.new_num_blocks,
+            "watermark_blocks": event.watermark_blocks,
+            "block_size": self.limits.block_size_tokens,
+        }
         self.config = {**self.config, **{key: float(value) for key, value in in_force.items() if key in self.config}}
         if "kv" in self.memory_bytes:
             self.memory_bytes = {**self.memory_bytes, "kv": event.new_num_blocks * self.limits.block_bytes}

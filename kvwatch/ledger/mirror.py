@@ -172,7 +172,7 @@ class Mirror:
 
     def _restart_extremes(self, event: PoolRebuilt) -> None:
         """What was the lowest of another pool says nothing of this one."""
-        if event.outcome == "resized":
+        if event.outcome in ("resized", "rebuilt"):
             self._lowest_free[event.tier] = RollingMinimum(self._window_seconds * NS_PER_SECOND, event.time_ns)
 
     def _changes_ns(self) -> list[int]:

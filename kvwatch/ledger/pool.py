@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwatch.ledger.group import Columns, GroupPool
-from kvwatch.telemetry.events import BlocksRelocated, CacheCleared, SequenceForked
+from kvwatch.telemetry.events import BlocksLaidOut, BlocksRelocated, CacheCleared, SequenceForked
 from kvwatch.telemetry.events.block import GROUPS
 from kvwatch.telemetry.snapshot import SequenceState, TierState
 
@@ -116,6 +116,23 @@ class TierPool:
         for sequences in self.group(event.group).tables.values():
             for table in sequences.values():
                 table[:] = [moves.get(block, block) for block in table]
+
+    def lay_out(self, event: BlocksLaidOut) -> None:
+        """All blocks are new; what is held is what the event says. O(blocks of the tier)."""
+        columns, count = self._columns, event.num_blocks
+        columns.written.clear()
+        for column in (columns.ref_counts, columns.filled_slots, columns.groups):
+            column[:] = [0] * count
+        columns.hashes[:] = [None] * count
+        self.capacity = columns.num_empty = count - 1
+        for group in self._groups.values():
+            group.reset()
+        first = 0
+        tables = zip(event.requests, event.sequences, event.groups, event.table_lengths, strict=True)
+        for request, sequence, number, length in tables:
+            self.group(GROUPS[number]).lay_out(request, sequence, event.block_ids[first : first + length])
+            first += length
+        self.write(event.written_block_ids, event.filled_slots)
 
     def resize(self, num_blocks: int) -> None:
         """Blocks from `num_blocks` on, all of them empty, are gone; or new and empty ones come at the end."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.sources.insight.observer import Insight
 from kvwatch.telemetry import metrics as m
-from kvwatch.telemetry.events import BlocksEvicted, BlocksStored, CacheCleared
+from kvwatch.telemetry.events import BlocksEvicted, BlocksLaidOut, BlocksStored, CacheCleared
 from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import EngineSnapshot
 
@@ -36,7 +36,7 @@ class RemoteInsight:
         elif isinstance(event, BlocksEvicted):
             if event.reason != "reset":  # the CacheCleared that follows says all of it
                 self._insight.on_removed(event.tier, event.group, event.hashes, event.ages_ns, event.time_ns)
-        elif isinstance(event, CacheCleared):
+        elif isinstance(event, CacheCleared | BlocksLaidOut):
             self._insight.on_cleared(event.tier, event.time_ns)
             self._unknown.discard(event.tier)
 

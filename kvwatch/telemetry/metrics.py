@@ -354,12 +354,12 @@ OUT_OF_MEMORY = _counter(
     moves="On such a failure, with step_errors.", action="Lower max-batch-tokens or the pool: the workspace needs room.",
 )  # fmt: skip
 POOL_REBUILDS = _counter(
-    "pool_rebuilds", "Attempts to give the running pool another size.", "1", ("outcome",),
-    moves="When the pool is resized, or that is refused or fails.",
+    "pool_rebuilds", "Attempts to give the running pool another size, or other blocks.", "1", ("outcome",),
+    moves="When the pool is resized or rebuilt, or that is refused or fails.",
     action="refused: running requests need the room; failed: the machine has no memory for it. The message says which.",
 )  # fmt: skip
 POOL_REBUILD_SECONDS = _histogram(
-    "pool_rebuild_seconds", "Time during which steps stood still while the pool got another size.", "seconds",
+    "pool_rebuild_seconds", "Time during which steps stood still while the pool got another size or other blocks.", "seconds",
     REBUILD_SECONDS, moves="With pool_rebuilds, unless it was refused.",
     action="Grows with the blocks that hold something: resize when few do.",
 )  # fmt: skip

@@ -83,6 +83,8 @@ def turn(machine: SchedulerMachine, random: Random) -> None:
         machine.step(random.choice([1, 1, 2, 4]), random.choice([0.0, 0.0, 0.01, 0.4]))
     elif kind < 0.88:
         machine.resize(random.randint(12, 50))
+    elif kind < 0.9:
+        machine.rebuild(random.choice([1, 2, 3, 4, 8]), random.random() < 0.7)
     else:
         kinds = ["abort", "abort", "stop", "stop", "stop", "fail a step", "run out of memory", "reset", "pause"]
         machine.disturb(random.choice(kinds), random.randint(0, 10_000), random.randint(0, 2))

@@ -79,6 +79,23 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
 
 
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """How the bytes of a block are laid out."""
+
+    block_size: int
+    """Tokens in one block."""
+    kv_dtype: KVDtype
+    dtype: str
+    """Name of the torch dtype of keys and values: what `kv_dtype` is for this model."""
+    block_bytes: int
+    """Size of one block over all layers."""
+
+    def has_same_content(self, other: "BlockLayout") -> bool:
+        """Whether what a slot holds is the same, bit for bit, in both."""
+        return self.dtype == other.dtype
+
+
 class BlockMemory(Protocol):
     """The memory behind a pool's blocks, which can be had anew in another size. Engine thread only."""
 
@@ -91,5 +108,37 @@ class BlockMemory(Protocol):
             num_blocks: blocks from now on, the null block included.
             sources: i64[num_kept]. Blocks of the old memory.
             destinations: i64[num_kept]. Blocks of the new memory, each once. All others hold nothing.
+        """
+        ...
+
+    def layout(self, block_size: int, kv_dtype: KVDtype) -> BlockLayout:
+        """Return how blocks would be laid out; changes nothing.
+
+        Raises:
+            ValueError: such blocks are not possible.
+        """
+        ...
+
+    def free_bytes(self) -> int:
+        """Return how much memory is left where the blocks are, beside that of the present ones."""
+        ...
+
+    def relay(self, layout: BlockLayout, num_blocks: int, sources: Int64Array, destinations: Int64Array) -> None:
+        """Go on with blocks laid out otherwise, of which slot `destinations[i]` holds what slot `sources[i]` held.
+
+        All or nothing, as `rebuild`. Both memories exist for a while.
+
+        Args:
+            layout: of the new memory; the content of a slot is the same in both.
+            num_blocks: blocks from now on, the null block included.
+            sources: i64[num_slots]. Slots of the old memory.
+            destinations: i64[num_slots]. Slots of the new memory, each once. All others hold nothing.
+        """
+        ...
+
+    def replace(self, layout: BlockLayout, num_blocks: int) -> None:
+        """Go on with empty blocks laid out otherwise. The old memory is let go first, so that there is room.
+
+        An exception, for instance since memory is short, leaves memory of the old layout and size, empty as well.
         """
         ...

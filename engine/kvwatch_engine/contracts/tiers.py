@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kvwatch.telemetry.snapshot import SequenceState, TierState, TransferState
 from kvwatch_engine.contracts.block import BlockHash
+from kvwatch_engine.contracts.cache import BlockLayout
 
 
 class TransferKind(StrEnum):
@@ -117,6 +118,13 @@ class Tiers(SwapSpace, PrefixTiers, Protocol):
 
     def clear(self) -> None:
         """Forget all prefixes, as the device's prefix cache does; swapped requests stay."""
+        ...
+
+    def lay_out(self, layout: BlockLayout) -> None:
+        """Go on, empty, with blocks laid out as the device's will be; files of the old layout are removed.
+
+        Nothing may be in flight, and no request swapped out. An exception leaves empty tiers of the old layout.
+        """
         ...
 
     def close(self) -> None:

@@ -3,10 +3,12 @@
 values.py      settings by their keys: reads them, and makes those that are wanted
 planning.py    what a change would do, and what stands against it
 changer.py     carries it out between two steps
+rebuild.py     blocks of another size or type
 inspection.py  blocks, requests and prefixes, in pages
 control.py     `LiveEngine`: all of it for the observatory and the admin API, from any thread
 """
 
+from kvwatch_engine.live.changer import RebuildLimits
 from kvwatch_engine.live.control import LiveEngine
 
-__all__ = ["LiveEngine"]
+__all__ = ["LiveEngine", "RebuildLimits"]

@@ -7,6 +7,7 @@ Owns the declared values and the version of the settings.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -28,8 +29,10 @@ from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.live.planning import ChangePlan, plan_change
+from kvwatch_engine.live.rebuild import Rebuilder
 from kvwatch_engine.live.values import live_values, text_of, unknown_key
 from kvwatch_engine.resize import PreparedResize
+from kvwatch_engine.scheduling.request import Request
 
 _ASSUMED_BYTES_PER_SECOND: Final = 1e9
 """Speed of copying blocks before any was measured."""
@@ -37,11 +40,36 @@ _ASSUMED_BYTES_PER_SECOND: Final = 1e9
 logger = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class RebuildLimits:
+    """How far a rebuild of the cache may disturb those who are served."""
+
+    max_pause_seconds: float = 10.0
+    """Longest time without steps, as estimated, and longest wait for transfers."""
+    cooldown_seconds: float = 60.0
+    """Time between two rebuilds."""
+
+
 class Changer:
     """Knows what was declared, and carries out what is wanted instead."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        limits: RebuildLimits | None = None,
+        on_phase: Callable[[str], None] = lambda _phase: None,
+    ) -> None:
+        """Take the core's settings as declared.
+
+        Args:
+            core: the engine, not started yet.
+            limits: of rebuilds; none allows none.
+            on_phase: is told each phase of a rebuild as it begins.
+        """
         self._core = core
+        self._limits = limits
+        self._rebuilder = Rebuilder(core, core.memory, limits.max_pause_seconds, on_phase) if limits else None
+        self._rebuilt_ns: int | None = None
         self._outside: dict[SettingKey, OutsideSetting] = {}
         self._declared = live_values(core.settings)
         # Not from 0 at every start: what somebody has read of the engine before is out of date.
@@ -61,7 +89,7 @@ class Changer:
         """Return all live settings."""
         declared = self._declared
         settings = [SettingState(key, value, declared[key]) for key, value in self._values().items()]
-        return SettingsState(self._version, settings, is_rebuild_allowed=False)
+        return SettingsState(self._version, settings, is_rebuild_allowed=self._rebuilder is not None)
 
     def preview(self, changes: Changes, arriving: Iterable[GenerationRequest]) -> ChangePreview:
         """Return what `change` would do now."""
@@ -71,19 +99,18 @@ class Changer:
             return ChangePreview(
                 version=self._version, is_possible=False, problem=str(error), is_passing=error.is_passing
             )
-        block_bytes = self._core.block_bytes
-        moved = plan.num_blocks_kept * block_bytes if plan.is_resize else 0
         return ChangePreview(
             version=self._version,
             is_possible=True,
             changes=list(plan.changes),
+            is_rebuild=plan.rebuild is not None,
             num_blocks_freed=plan.num_blocks_freed,
             preempted_requests=[request.request_id for request in plan.victims],
             num_recomputed_tokens=sum(request.num_tokens_to_lose for request in plan.victims),
             num_cached_blocks_lost=plan.num_cached_blocks_lost,
-            pause_seconds=moved / self._bytes_per_second,
-            memory_bytes=plan.wanted.num_blocks * block_bytes if plan.is_resize else None,
-            extra_memory_bytes=moved,
+            pause_seconds=self._pause_seconds(plan),
+            memory_bytes=plan.pool_bytes,
+            extra_memory_bytes=plan.extra_bytes,
             notes=list(plan.notes),
         )
 
@@ -138,18 +165,33 @@ class Changer:
 
     def _plan(self, changes: Changes, arriving: Iterable[GenerationRequest]) -> ChangePlan:
         core = self._core
-        return plan_change(core, changes, self._outside_values(), core.accepted(arriving))
+        plan = plan_change(core, changes, self._outside_values(), core.accepted(arriving), self._rebuilder)
+        if plan.rebuild is not None:
+            self._check_limits(plan)
+        return plan
+
+    def _check_limits(self, plan: ChangePlan) -> None:
+        assert self._limits is not None, "it allowed the rebuild"
+        pause, longest = self._pause_seconds(plan), self._limits.max_pause_seconds
+        if pause > longest:
+            raise ChangeRefused(
+                f"no step would run for about {pause:.1f} s, but --max-rebuild-pause allows {longest:g} s; try again "
+                "when fewer tokens are live, or start the server with a longer one"
+            )
+        if self._rebuilt_ns is not None:
+            since = (self._core.log.clock.monotonic_ns() - self._rebuilt_ns) / 1e9
+            if since < self._limits.cooldown_seconds:
+                raise ChangeRefused(
+                    f"the cache was rebuilt {since:.1f} s ago, and --rebuild-cooldown is "
+                    f"{self._limits.cooldown_seconds:g} s; ask again after that"
+                )
+
+    def _pause_seconds(self, plan: ChangePlan) -> float:
+        return plan.moved_bytes / self._bytes_per_second
 
     def _carry_out(self, plan: ChangePlan, begun_ns: int, actor: str, reason: str) -> ChangeOutcome:
-        core, clock = self._core, self._core.log.clock
-        for request in plan.victims:
-            core.scheduler.drop(request, "rebuild")
-        if plan.is_resize:
-            resize_ns = clock.monotonic_ns()
-            core.resize(PreparedResize(plan.wanted, core.resizer.plan(plan.wanted.num_blocks), reason))
-            self._note_speed(plan, clock.monotonic_ns() - resize_ns)
-        else:
-            core.adopt(plan.wanted)
+        clock = self._core.log.clock
+        again = self._change_pool(plan, reason)
         for key, value in plan.outside.items():
             self._outside[key].set(value)
         self._tell(plan.changes, actor, reason)
@@ -157,14 +199,31 @@ class Changer:
             version=self._version,
             changes=list(plan.changes),
             pause_seconds=(clock.monotonic_ns() - begun_ns) / 1e9,
-            preempted_requests=[request.request_id for request in plan.victims],
+            is_rebuild=plan.rebuild is not None,
+            preempted_requests=[request.request_id for request in again],
             num_cached_blocks_lost=plan.num_cached_blocks_lost,
         )
 
-    def _note_speed(self, plan: ChangePlan, duration_ns: int) -> None:
-        moved = plan.num_blocks_kept * self._core.block_bytes
-        if moved >= 1 << 20 and duration_ns > 0:  # less says more about everything else
-            self._bytes_per_second = moved / duration_ns * 1e9
+    def _change_pool(self, plan: ChangePlan, reason: str) -> Sequence[Request]:
+        """Let the settings come into force; return who is computed again."""
+        core, clock = self._core, self._core.log.clock
+        begun_ns = clock.monotonic_ns()
+        if plan.rebuild is not None:
+            assert self._rebuilder is not None, "it planned the rebuild"
+            try:
+                return self._rebuilder.carry_out(plan.rebuild, plan.wanted, reason)
+            finally:
+                self._rebuilt_ns = clock.monotonic_ns()
+        for request in plan.victims:
+            core.scheduler.drop(request, "rebuild")
+        if not plan.is_resize:
+            core.adopt(plan.wanted)
+            return plan.victims
+        core.resize(PreparedResize(plan.wanted, core.resizer.plan(plan.wanted.num_blocks), reason))
+        duration_ns = clock.monotonic_ns() - begun_ns
+        if plan.moved_bytes >= 1 << 20 and duration_ns > 0:  # less says more about everything else
+            self._bytes_per_second = plan.moved_bytes / duration_ns * 1e9
+        return plan.victims
 
     def _tell(self, changed: Sequence[SettingChange], actor: str, reason: str) -> None:
         if not changed:

@@ -24,7 +24,7 @@ from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.engine import Engine
-from kvwatch_engine.live.changer import Changer
+from kvwatch_engine.live.changer import Changer, RebuildLimits
 from kvwatch_engine.live.inspection import inspect_blocks, inspect_prefixes, inspect_requests
 
 MAX_PAUSE_SECONDS: Final = 3600.0
@@ -37,10 +37,21 @@ _Prepared = tuple[EngineSettings, Callable[[], ChangeOutcome]]
 class LiveEngine:
     """Implements `LiveControl`; wraps an engine that runs or will run."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Take what the engine is set to now as declared. Before it is started."""
+    def __init__(
+        self,
+        engine: Engine,
+        rebuilds: RebuildLimits | None = None,
+        on_phase: Callable[[str], None] = lambda _phase: None,
+    ) -> None:
+        """Take what the engine is set to now as declared. Before it is started.
+
+        Args:
+            engine: the engine.
+            rebuilds: limits of rebuilds of the cache; none allows none.
+            on_phase: is told each phase of a rebuild as it begins, on the engine thread; it may fail the rebuild.
+        """
         self._engine = engine
-        self._changer = engine.before_start(Changer)
+        self._changer = engine.before_start(lambda core: Changer(core, rebuilds, on_phase))
 
     def attach(self, key: SettingKey, setting: OutsideSetting) -> None:
         """Offer a setting of the process that is not the engine's own. Before the engine is started."""

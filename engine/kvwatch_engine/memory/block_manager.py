@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from kvwatch.telemetry.events import BlocksCopied, BlocksShared, SequenceForked
+from kvwatch.telemetry.events import BlocksCopied, BlocksLaidOut, BlocksShared, SequenceForked
 from kvwatch.telemetry.events.block import GROUPS, AllocationReason, ReleaseReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import SequenceState
@@ -23,6 +23,7 @@ from kvwatch_engine.contracts.errors import CacheCorruption
 from kvwatch_engine.memory.block_hash import HashChain, TokenSlice, hash_in_group
 from kvwatch_engine.memory.block_pool import BlockPool, Owner, StoredRun
 from kvwatch_engine.memory.group_tables import GroupTables
+from kvwatch_engine.memory.layout import Layout
 from kvwatch_engine.memory.prefix import Prefix, blocks_of_prefix, longest_prefix
 from kvwatch_engine.memory.relocation import Relocation
 
@@ -399,6 +400,21 @@ class BlockManager:
             for table in group.tables.values():
                 table[:] = map(plan.place_of, table)
 
+    def lay_out(self, layout: Layout, block_bytes: int) -> None:
+        """Have blocks of another size as `plan_layout` said just now for the tables of all sequences; O(blocks).
+
+        Nothing is cached afterwards: whoever knows the tokens stores full blocks anew.
+        """
+        assert not self.num_holds, "a transfer knows blocks by their ids"
+        assert len(layout.tables) == len(self._tables) * len(self.groups), "every table has its place"
+        self.pool.lay_out(layout.num_blocks, layout.ref_counts, layout.filled_slots, layout.groups)
+        self.block_size = layout.block_size
+        for group in self.groups:
+            of_group = {owner: each for (number, owner), each in layout.tables.items() if number == group.number}
+            group.lay_out(layout.block_size, of_group)
+        if self._log.active:
+            self._log.append(self._laid_out_event(layout, block_bytes))
+
     # ------------------------------------------------------------------ truth
 
     def to_states(self) -> list[SequenceState]:
@@ -519,6 +535,21 @@ class BlockManager:
     def _token_ids(self, tokens: TokenSlice, first: int, end: int) -> list[list[int]]:
         size = self.block_size
         return [list(tokens(index * size, (index + 1) * size)) for index in range(first, end)]
+
+    def _laid_out_event(self, layout: Layout, block_bytes: int) -> BlocksLaidOut:
+        tables = {key: each.table[each.num_passed :] for key, each in layout.tables.items()}
+        return BlocksLaidOut(
+            layout.num_blocks,
+            layout.block_size,
+            block_bytes,
+            [owner.request for _, owner in tables],
+            [owner.sequence for _, owner in tables],
+            [number for number, _ in tables],
+            [len(table) for table in tables.values()],
+            [block for table in tables.values() for block in table],
+            list(range(1, len(layout.filled_slots))),
+            list(layout.filled_slots[1:]),
+        )
 
     def _emit_shared(self, owner: Owner, blocks: Sequence[BlockId], group: int) -> None:
         self._log.append(BlocksShared(owner.request, owner.sequence, list(blocks), group=GROUPS[group]))

@@ -276,7 +276,33 @@ class BlockPool:
         if self._log.active:
             self._emit_evicted([block], [content], "unreadable", "")
 
-    def clear_cache(self) -> int:
+    def lay_out(self, num_blocks: int, ref_counts: list[int], filled_slots: list[int], groups: list[int]) -> None:
+        """Have other blocks, of which the used ones come first; nothing is cached. O(blocks).
+
+        The caller has copied the content, changes the block tables and tells of all that.
+
+        Args:
+            num_blocks: from now on, the null block included.
+            ref_counts: of the null block and the used ones.
+            filled_slots: likewise.
+            groups: likewise; of no interest where there is only one group.
+        """
+        self.clear_cache("resize")
+        num_taken, now = len(ref_counts), self._log.now_ns
+        empty = [0] * (num_blocks - num_taken)
+        self.ref_counts[:] = ref_counts + empty
+        self.filled_slots[:] = filled_slots + empty
+        if self.num_groups > 1:
+            self.groups[:] = groups + empty
+        self._allocated_ns[:] = [now] * num_taken + empty
+        self._released_ns[:] = self._hits[:] = [0] * num_blocks
+        self.hashes[:] = [None] * num_blocks
+        self.parents[:] = [None] * num_blocks
+        self.num_references = sum(ref_counts)
+        self._free = FreeList(num_taken, num_blocks)
+        self.num_blocks = num_blocks
+
+    def clear_cache(self, reason: EvictionReason = "reset") -> int:
         """Forget all content. Used blocks go on and become empty when released.
 
         Returns:
@@ -284,7 +310,7 @@ class BlockPool:
         """
         cached = self._free.num_cached
         if cached:
-            for block in self._evict(cached, "", "reset"):
+            for block in self._evict(cached, "", reason):
                 self._free.add_empty(block)
         still_used = sorted(self._index.values())
         for block in still_used:

@@ -7,10 +7,11 @@ Knows neither the other groups nor hashes of tokens. Nothing here checks whether
 manager does, for all groups at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvwatch_engine.contracts.block import NULL_BLOCK, BlockId
 from kvwatch_engine.memory.block_pool import BlockPool, Owner
+from kvwatch_engine.memory.layout import TableLayout
 
 
 def most_window_blocks(window: int, max_chunk: int, block_size: int) -> int:
@@ -24,7 +25,7 @@ def most_window_blocks(window: int, max_chunk: int, block_size: int) -> int:
 class GroupTables:
     """Engine thread only. Other parts read `tables`; only the block manager has them changed."""
 
-    __slots__ = ("_pool", "block_size", "num_passed", "num_stored", "number", "tables", "window")
+    __slots__ = ("_pool", "block_size", "first_held", "num_passed", "num_stored", "number", "tables", "window")
 
     def __init__(self, pool: BlockPool, block_size: int, number: int = 0, window: int | None = None) -> None:
         """Create the tables of no sequences.
@@ -45,6 +46,8 @@ class GroupTables:
         """Leading entries that were given to the prefix index, or given back."""
         self.num_passed: dict[Owner, int] = {}
         """Leading entries that have left the window: null blocks. A sequence without any is not in here."""
+        self.first_held: dict[Owner, int] = {}
+        """First token whose K/V exists, where that is in the middle of a block: the pool was laid out anew there."""
 
     # ------------------------------------------------------------------ windows
 
@@ -78,6 +81,7 @@ class GroupTables:
         table = self.tables.pop(owner)
         del self.num_stored[owner]
         table.reverse()
+        self.first_held.pop(owner, None)
         passed = self.num_passed.pop(owner, 0)
         if passed:
             del table[-passed:]
@@ -95,6 +99,23 @@ class GroupTables:
         first, last = start // self.block_size, min(len(table) - 1, (end - 1) // self.block_size)
         return [index for index in range(first, last + 1) if ref_counts[table[index]] > 1]
 
+    def first_token(self, owner: Owner) -> int:
+        """Return the first token of a sequence whose K/V this group still has."""
+        return max(self.num_passed.get(owner, 0) * self.block_size, self.first_held.get(owner, 0))
+
+    def lay_out(self, block_size: int, tables: Mapping[Owner, TableLayout]) -> None:
+        """Have these tables over blocks of another size."""
+        self.block_size = block_size
+        for column in (self.tables, self.num_stored, self.num_passed, self.first_held):
+            column.clear()
+        for owner, each in tables.items():
+            self.tables[owner] = each.table
+            self.num_stored[owner] = -(-each.first_held // block_size)  # what is not whole must not be found
+            if each.num_passed:
+                self.num_passed[owner] = each.num_passed
+            if each.first_held % block_size:
+                self.first_held[owner] = each.first_held
+
     # ------------------------------------------------------------------ forks
 
     def can_fork(self, parent: Owner, num_tokens: int) -> bool:
@@ -111,6 +132,8 @@ class GroupTables:
         self.num_stored[child] = min(self.num_stored[parent], num_full)
         if passed:
             self.num_passed[child] = passed
+        if parent in self.first_held:
+            self.first_held[child] = self.first_held[parent]
         return shared
 
     def join(self, parent: Owner, child: Owner, num_tokens: int) -> list[BlockId]:
@@ -129,6 +152,8 @@ class GroupTables:
         if given_up:
             self._pool.release(given_up[::-1], child, "truncated", self.number)
         table[num_kept:] = shared
+        if parent in self.first_held:
+            self.first_held[child] = self.first_held[parent]
         self.num_stored[child] = min(self.num_stored[parent], num_tokens // self.block_size)
         return shared
 

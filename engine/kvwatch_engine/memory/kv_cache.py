@@ -1,5 +1,6 @@
 """The tensor behind the blocks. Its layout is drawn in engine/README.md, section "KV cache layout"."""
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -11,6 +12,9 @@ from kvwatch_kernels.block_copy import block_copy
 
 _BATCH_BYTES: Final = 32 * 2**20
 """Bytes that are copied at once when a cache is rebuilt: they take memory a third time."""
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""Integers by their size in bytes."""
 
 
 class KVCache:
@@ -108,6 +112,40 @@ class KVCache:
             to_blocks = torch.from_numpy(destinations[first : first + batch]).to(self.device)
             cache._blocks.index_copy_(0, to_blocks, self._blocks.index_select(0, from_blocks))
         return cache
+
+    def relaid(self, spec: KVCacheSpec, num_blocks: int, sources: Int64Array, destinations: Int64Array) -> "KVCache":
+        """Return a cache with blocks of another size, whose slot `destinations[i]` holds what `sources[i]` holds here.
+
+        Bits stay as they are, scales included. This one stays as it is, as with `rebuilt`.
+
+        Args:
+            spec: as this cache's, but for the block size.
+            num_blocks: blocks of the new cache, the null block included.
+            sources: i64[num_slots]. Slots of this cache.
+            destinations: i64[num_slots]. Slots of the new one, each once.
+        """
+        assert replace(spec, block_size=self.spec.block_size) == self.spec, "else a slot would not hold the same"
+        cache = KVCache(spec, num_blocks, self.device)
+        slot_bytes = spec.num_heads_per_token * (spec.head_dim * spec.dtype_bytes + 4)
+        batch = max(1, _BATCH_BYTES // slot_bytes)
+        for first in range(0, len(sources), batch):
+            of_slots = sources[first : first + batch], destinations[first : first + batch]
+            from_blocks, from_offsets = _places(of_slots[0], self.spec.block_size, self.device)
+            to_blocks, to_offsets = _places(of_slots[1], spec.block_size, self.device)
+            kept = self._bits()[from_blocks, :, :, :, from_offsets]
+            cache._bits()[to_blocks, :, :, :, to_offsets] = kept
+            if self._scales is not None and cache._scales is not None:
+                cache._scales[to_blocks, :, :, :, to_offsets] = self._scales[from_blocks, :, :, :, from_offsets]
+        return cache
+
+    def _bits(self) -> torch.Tensor:
+        """Return keys and values as integers of the same size: indexing knows every such type, and changes no bit."""
+        return self._data.view(_INTEGERS[self.spec.dtype_bytes])
+
+
+def _places(slots: Int64Array, block_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the blocks of slots, and their offsets in these."""
+    return torch.from_numpy(slots // block_size).to(device), torch.from_numpy(slots % block_size).to(device)
 
 
 def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:

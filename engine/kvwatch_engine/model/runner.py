@@ -6,13 +6,18 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from kvwatch_engine.contracts.cache import BlockLayout, KVCacheSpec, KVDtype
 from kvwatch_engine.contracts.step import Int64Array, StepInput, StepResult
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention, warm_up_attention
 from kvwatch_engine.model.decoder import StepAdapters, StepImages
+from kvwatch_engine.model.devices import free_bytes
 from kvwatch_engine.model.graphs import DeviceForward, idle_step
 from kvwatch_engine.model.loader import LoadedModel
 from kvwatch_engine.model.sampler import sample
+
+_DEVICE_BLOCK_SIZE = 8
+"""What block sizes are multiples of on a GPU."""
 
 _WARM_UP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 256)
 """Numbers of tokens in one step whose matrix products are prepared at start, if they can occur at all."""
@@ -69,6 +74,55 @@ class ModelRunner:
         except BaseException:  # graphs could not be captured, for instance
             self._kv_cache, self._device = before
             raise
+
+    def layout(self, block_size: int, kv_dtype: KVDtype) -> BlockLayout:
+        """Return how blocks would be laid out; see `BlockMemory`."""
+        if self._kv_cache.device.type != "cpu" and block_size % _DEVICE_BLOCK_SIZE:
+            raise ValueError(
+                f"block_size {block_size} is no multiple of {_DEVICE_BLOCK_SIZE}, as the kernels of a GPU need; "
+                "choose one that is"
+            )
+        spec = self._model.cache_spec(block_size, kv_dtype)
+        return BlockLayout(block_size, kv_dtype, spec.dtype, spec.block_bytes)
+
+    def free_bytes(self) -> int:
+        """Return how much memory is left on the cache's device."""
+        return free_bytes(self._kv_cache.device)
+
+    def relay(self, layout: BlockLayout, num_blocks: int, sources: Int64Array, destinations: Int64Array) -> None:
+        """Go on with a cache of another block size that keeps the content of some slots; see `BlockMemory`."""
+        before = self._kv_cache, self._device
+        cache = self._kv_cache.relaid(self._spec_of(layout), num_blocks, sources, destinations)
+        try:
+            self._warm_up_layout(cache)
+            self.rebind(cache)
+        except BaseException:
+            self._kv_cache, self._device = before
+            raise
+
+    def replace(self, layout: BlockLayout, num_blocks: int) -> None:
+        """Go on with an empty cache of another layout, once the old one is gone; see `BlockMemory`."""
+        spec, old_num_blocks, device = self._kv_cache.spec, self._kv_cache.num_blocks, self._kv_cache.device
+        self._device = None
+        self._kv_cache = KVCache(spec, 2, device)  # nothing refers to the old one any more
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        try:
+            cache = KVCache(self._spec_of(layout), num_blocks, device)
+            self._warm_up_layout(cache)
+            self.rebind(cache)
+        except BaseException:
+            self.rebind(KVCache(spec, old_num_blocks, device))
+            raise
+
+    def _spec_of(self, layout: BlockLayout) -> KVCacheSpec:
+        return self._model.cache_spec(layout.block_size, layout.kv_dtype)
+
+    def _warm_up_layout(self, cache: KVCache) -> None:
+        """Compile the kernels for a layout, if they are not, before a step needs them."""
+        if cache.device.type == "cpu":
+            info = self._model.info
+            warm_up_attention(cache, info.num_heads, getattr(torch, info.dtype))
 
     def execute(self, step: StepInput) -> StepResult:
         """Carry out a step and choose its tokens.

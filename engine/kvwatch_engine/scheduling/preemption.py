@@ -80,6 +80,11 @@ class Preemption:
             self._num_claimed += max(0, num_blocks - self._manager.pool.num_free)
         return victims
 
+    def yielding_order(self) -> list[Request]:
+        """Return the running requests, those first that would yield first."""
+        order = VictimOrder(self.settings, self._log.now_ns)
+        return sorted(self._lifecycle.running, key=order.key, reverse=True)
+
     def room_makers(self, num_blocks: int) -> list[Request]:
         """Return who would yield so that `num_blocks` more blocks are free: everybody if that is too few."""
         order = VictimOrder(self.settings, self._log.now_ns)

@@ -86,6 +86,10 @@ class Scheduler:
         is_busy = self.lifecycle.running or self.lifecycle.arriving or (self._tiers and self._tiers.num_in_flight)
         return self.admission.pause.is_active and not is_busy
 
+    def yielding_order(self) -> list[Request]:
+        """Return the running requests, those first that would yield first."""
+        return self._preemption.yielding_order()
+
     def room_makers(self, num_blocks: int) -> list[Request]:
         """Return which running requests would yield so that so many more blocks are free; all if that is too few."""
         return self._preemption.room_makers(num_blocks)
@@ -127,7 +131,7 @@ class Scheduler:
         Returns:
             The step, or None when nothing can run.
         """
-        self._note_transfers()
+        self.note_transfers()
         self._end_expired()
         self._preemption.begin_step()
         self.admission.begin_step()
@@ -148,7 +152,7 @@ class Scheduler:
         self._emit_scheduled(scheduled)
         return scheduled
 
-    def _note_transfers(self) -> None:
+    def note_transfers(self) -> None:
         """Let those go on whose blocks have arrived, and those compute again whose blocks are lost."""
         if self._tiers is None:
             return

@@ -20,6 +20,7 @@ from kvwatch.exporters.kv_events.residency import (
 )
 from kvwatch.telemetry.events import (
     BlocksEvicted,
+    BlocksLaidOut,
     BlocksRelocated,
     BlocksStored,
     CacheCleared,
@@ -27,7 +28,7 @@ from kvwatch.telemetry.events import (
     RequestFinished,
     RequestQueued,
 )
-from kvwatch.telemetry.events.block import GROUPS
+from kvwatch.telemetry.events.block import GROUPS, Tier
 from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import EngineSnapshot
 from kvwatch.wire.kv_events import AllBlocksCleared, WireEvent, WireHash, int_hash
@@ -83,6 +84,7 @@ class Translator:
             BlocksEvicted: self._evict,
             CacheCleared: self._clear,
             BlocksRelocated: self._relocate,
+            BlocksLaidOut: self._lay_out,
             EngineEnded: self._end,
             RequestQueued: self._note_origin,
             RequestFinished: self._forget_origin,
@@ -144,8 +146,11 @@ class Translator:
         return self._remove([key for key in gone if key is not None])
 
     def _clear(self, event: CacheCleared) -> list[WireEvent]:
-        gone = [key for key in self.residency if key.medium == MEDIA[event.tier]]
-        self._held = {place: key for place, key in self._held.items() if place[0] != event.tier}
+        return self._clear_tier(event.tier)
+
+    def _clear_tier(self, tier: Tier) -> list[WireEvent]:
+        gone = [key for key in self.residency if key.medium == MEDIA[tier]]
+        self._held = {place: key for place, key in self._held.items() if place[0] != tier}
         for key in gone:
             del self._num_holders[key]
         if len(gone) < len(self.residency):  # other tiers keep what they have
@@ -160,6 +165,12 @@ class Translator:
             if key is not None:
                 self._held[event.tier, event.group, destination] = key
         return []
+
+    def _lay_out(self, event: BlocksLaidOut) -> list[WireEvent]:
+        if event.tier == "device":
+            self._block_size = event.block_size_tokens
+        has_any = any(key.medium == MEDIA[event.tier] for key in self.residency)
+        return self._clear_tier(event.tier) if has_any else []
 
     def _end(self, _event: EngineEnded) -> list[WireEvent]:
         """An engine that has ended holds nothing; who looks for its blocks should look elsewhere."""

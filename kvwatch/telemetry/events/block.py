@@ -6,6 +6,8 @@ block table contains it, else *cached* when it still has a hash, else *empty*. N
 
 from typing import Annotated, Literal, get_args
 
+import msgspec
+
 from kvwatch.telemetry import metrics
 from kvwatch.telemetry.schema import Event, each_of, event, identity, label, size_of, value
 
@@ -165,6 +167,29 @@ class BlocksRelocated(Event):
     destinations: Annotated[list[int], identity(2, "Where each of them is now; none of them is also a source.")]
     tier: Annotated[Tier, label(3, "Tier of the blocks.")] = "device"
     group: Annotated[Group, label(4, "KV group of the blocks.")] = "0"
+
+
+@event(21, "block.laid_out", "The blocks of a tier were made anew: other size, other tables, nothing cached.")
+class BlocksLaidOut(Event):
+    """All that a tier holds from now on; what was known of its blocks and hashes before is void."""
+
+    num_blocks: Annotated[int, value(1, "Blocks of the tier, the null block included.", "blocks")]
+    block_size_tokens: Annotated[int, value(2, "Tokens in one block.", "tokens")]
+    block_bytes: Annotated[int, value(3, "Size of one block over all layers; 0 if that is not known.", "bytes")]
+    requests: Annotated[list[str], identity(4, "Request of each block table.")] = msgspec.field(default_factory=list)
+    sequences: Annotated[list[int], identity(5, "Sequence of each.")] = msgspec.field(default_factory=list)
+    groups: Annotated[list[int], identity(6, "KV group of each, by its number.")] = msgspec.field(default_factory=list)
+    table_lengths: Annotated[list[int], value(7, "Blocks of each.", "blocks")] = msgspec.field(default_factory=list)
+    block_ids: Annotated[list[int], identity(8, "The tables one after the other.")] = msgspec.field(
+        default_factory=list
+    )
+    written_block_ids: Annotated[list[int], identity(9, "Blocks that hold something.")] = msgspec.field(
+        default_factory=list
+    )
+    filled_slots: Annotated[list[int], value(10, "Filled slots of each of them.", "tokens")] = msgspec.field(
+        default_factory=list
+    )
+    tier: Annotated[Tier, label(11, "Tier.")] = "device"
 
 
 @event(20, "block.shared", "Blocks of one of a request's sequences were appended to another one's block table.")

@@ -8,7 +8,7 @@ from kvwatch.telemetry.schema import Event, amount_of, event, identity, label, v
 
 NS = 1e-9
 
-RebuildOutcome = Literal["resized", "refused", "failed"]
+RebuildOutcome = Literal["resized", "refused", "failed", "rebuilt"]
 
 SettingKey = Literal[
     "num_blocks",
@@ -32,16 +32,17 @@ SettingKey = Literal[
 
 
 @event(
-    81, "control.pool_rebuilt", "Somebody wanted the pool to have another size: whether it has, and what it took.",
+    81, "control.pool_rebuilt", "Somebody wanted the pool to have another size or layout: whether it has it now.",
     feeds=(
         metrics.POOL_REBUILDS.count(),
         metrics.POOL_REBUILD_SECONDS.observe(amount_of("duration_ns", NS)),
     ),
 )  # fmt: skip
 class PoolRebuilt(Event):
-    """If it was resized, blocks from `new_num_blocks` on are gone or come new and empty; else nothing has changed.
+    """If it was resized, blocks from `new_num_blocks` on are gone or come new and empty.
 
-    `BlocksEvicted` with reason `resize` and `BlocksRelocated` come before it and tell how room was made.
+    `BlocksEvicted` with reason `resize` and `BlocksRelocated` come before it and tell how room was made; if it was
+    rebuilt, with blocks of another size or type, `BlocksLaidOut`. If it was refused or failed, it is as it was.
     """
 
     old_num_blocks: Annotated[int, value(1, "Blocks before, the null block included.", "blocks")]

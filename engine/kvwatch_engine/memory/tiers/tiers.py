@@ -1,14 +1,17 @@
 """The tiers behind the device as the scheduler sees them. Composes swap space, offload and restore over one worker."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from kvwatch.errors import ConfigError
+from kvwatch.telemetry.events import BlocksLaidOut
+from kvwatch.telemetry.events.block import Tier
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import SequenceState, TierState, TransferState
 from kvwatch_engine.contracts.block import BlockHash
+from kvwatch_engine.contracts.cache import BlockLayout
 from kvwatch_engine.contracts.tiers import TierHit, TransferOutcome
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import Owner, StoredRun
@@ -93,13 +96,21 @@ class MemoryTiers:
             ConfigError: a tier is too small for a block, or the folder cannot be used.
         """
         self._manager = manager
+        self._settings = settings
+        self._machine = machine
+        self._log = log
         self._device = machine.device
-        self._block_bytes = block_bytes
         self._folder: BlockFolder | None = None
+        self._make(identity, block_bytes)
+
+    def _make(self, identity: StoreIdentity, block_bytes: int) -> None:
+        """Make everything that depends on the layout of a block."""
+        manager, settings, machine, log = self._manager, self._settings, self._machine, self._log
+        self._identity, self._block_bytes = identity, block_bytes
         self._levels: list[Level] = []
-        host = self._make_host(settings, machine, block_bytes, log)
+        host = self._make_host(settings, machine, block_bytes)
         if settings.disk_folder is not None:
-            self._make_disk(settings, settings.disk_folder, machine, identity, block_bytes, log)
+            self._make_disk(settings, settings.disk_folder, machine, identity, block_bytes)
         num_staged = min(max(_STAGING_BYTES // block_bytes, _STAGING_BLOCKS[0]), _STAGING_BLOCKS[1])
         staged = machine.host_memory(num_staged, block_bytes)
         self._worker = machine.make_worker(Mover(staged, settings.bytes_per_second))
@@ -110,7 +121,7 @@ class MemoryTiers:
         self._restore = Restore(manager, self._levels, device, self._desk, self._speed)
         staging = StagingRing(machine.host_memory(num_staged, block_bytes))
         self._remove_files()
-        self._offload = Offload(self._levels, device, staging, self._desk, self._speed, manager.block_size)
+        self._offload = Offload(self._levels, device, staging, self._desk, self._speed, identity.block_size)
         manager.pool.on_evict = self._offload.take_from_device
 
     # ------------------------------------------------------------------ swap space
@@ -186,12 +197,22 @@ class MemoryTiers:
 
     def close(self) -> None:
         """Stop the worker, save what the disk lacks, and let go of the folder; safe to call twice."""
-        self._manager.pool.on_evict = None
-        self._worker.stop()
         if self._folder is not None:
+            self._worker.stop()
             self._save_to_disk()
-            self._folder.close()
-            self._folder = None
+        self._let_go()
+
+    def lay_out(self, layout: BlockLayout) -> None:
+        """Go on, empty, with blocks laid out otherwise; see `Tiers`."""
+        assert self.num_in_flight == 0, "a transfer knows blocks by their ids"
+        identity, block_bytes = self._identity, self._block_bytes
+        self._let_go()
+        try:
+            self._make(replace(identity, block_size=layout.block_size, kv_dtype=layout.dtype), layout.block_bytes)
+        except Exception:
+            self._let_go()
+            self._make(identity, block_bytes)
+            raise
 
     # ------------------------------------------------------------------ truth
 
@@ -218,6 +239,14 @@ class MemoryTiers:
 
     # ------------------------------------------------------------------ parts
 
+    def _let_go(self) -> None:
+        """Stop the worker and let another engine use the folder; safe to call twice."""
+        self._manager.pool.on_evict = None
+        self._worker.stop()
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+
     def _save_to_disk(self) -> None:
         """Heads of prefixes are evicted last, so that the disk has tails which are of no use without them."""
         *nearer, disk = self._levels
@@ -235,14 +264,20 @@ class MemoryTiers:
             if prepare is not None:
                 self._desk.submit(Job(level.store, (), level.store, (), prepare=prepare))
 
-    def _make_host(self, settings: TierSettings, machine: Machine, block_bytes: int, log: EventLog) -> HostLevel | None:
+    def _make_host(self, settings: TierSettings, machine: Machine, block_bytes: int) -> HostLevel | None:
         if not settings.host_bytes:
             return None
         num_blocks = _capacity(settings.host_bytes, block_bytes, "--host-memory")
         memory = machine.host_memory(1 + num_blocks, block_bytes)  # place 0 is the null block's
-        host = HostLevel(TierPool(1 + num_blocks, log, "host"), machine.host_store(lambda: memory))
+        host = HostLevel(self._make_pool(1 + num_blocks, "host"), machine.host_store(lambda: memory))
         self._levels.append(host)
         return host
+
+    def _make_pool(self, num_blocks: int, tier: Tier) -> TierPool:
+        """Return an empty pool, and tell whoever follows the log that the tier has it from now on."""
+        if self._log.active:
+            self._log.append(BlocksLaidOut(num_blocks, self._identity.block_size, self._block_bytes, tier=tier))
+        return TierPool(num_blocks, self._log, tier)
 
     def _make_disk(
         self,
@@ -251,11 +286,10 @@ class MemoryTiers:
         machine: Machine,
         identity: StoreIdentity,
         block_bytes: int,
-        log: EventLog,
     ) -> None:
         store = BlockFolder(folder, identity, block_bytes, machine.files)
         num_blocks = _capacity(settings.disk_bytes, store.file_bytes, "--disk-bytes")
-        pool = TierPool(1 + num_blocks, log, "disk")
+        pool = self._make_pool(1 + num_blocks, "disk")
         disk = DiskLevel(pool, store)
         found = store.open()
         self._folder = store
@@ -264,7 +298,7 @@ class MemoryTiers:
         for content in found[-num_blocks:]:
             blocks = pool.allocate(1, NOBODY, "offload")
             assert blocks is not None, "there is room for as many as are taken"
-            pool.filled_slots[blocks[0]] = self._manager.block_size
+            pool.filled_slots[blocks[0]] = identity.block_size
             pool.store(blocks, [content], None, StoredRun(NOBODY, 0))
             pool.release(blocks, NOBODY, "offloaded")
         self._levels.append(disk)
