@@ -4,7 +4,6 @@ import asyncio
 import socket
 from collections.abc import Iterable
 
-from kvwatch.admin import act, config, diagnosis, document, event_stream, inspect, pool
 from kvwatch.admin.access import REFUSALS, AccessGuard
 from kvwatch.admin.app import AdminApp
 from kvwatch.admin.audit import AuditTrail
@@ -13,7 +12,7 @@ from kvwatch.admin.declared_file import DeclaredFile
 from kvwatch.admin.engines import AdminEngines
 from kvwatch.admin.event_stream import EventStreams
 from kvwatch.admin.openapi import make_document
-from kvwatch.admin.operation import Operation
+from kvwatch.admin.operations import OPERATIONS
 from kvwatch.admin.settings import AdminOptions, is_loopback, open_audit_file, reserve
 from kvwatch.admin.site import Site
 from kvwatch.admin.tokens import TokenFile
@@ -25,17 +24,6 @@ from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.clock import Clock, SystemClock
 
 NAME = "admin"
-
-OPERATIONS: tuple[Operation, ...] = (
-    *document.OPERATIONS,
-    *pool.OPERATIONS,
-    *inspect.OPERATIONS,
-    *event_stream.OPERATIONS,
-    *diagnosis.OPERATIONS,
-    *config.OPERATIONS,
-    *act.OPERATIONS,
-)
-"""Everything that is answered."""
 
 
 class AdminPart:

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import kvwatch.telemetry.events  # noqa: F401 - fills the registry
-from kvwatch.admin.part import OPERATIONS
+from kvwatch.admin.operations import OPERATIONS
 from kvwatch.derive.docs import events_section, metrics_section, replace_section, table
 from kvwatch.derive.lock import broken_promises, decode_lock, encode_lock, make_lock
 from kvwatch.derive.metrics import metric_specs

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from admin_stage import TOKENS, AdminStage, admin_stage
 
-from kvwatch.admin.part import OPERATIONS
+from kvwatch.admin.operations import OPERATIONS
 from kvwatch.admin.settings import AdminOptions, check_options
 from kvwatch.errors import ConfigError
 

@@ -1,0 +1,149 @@
+"""`kvwatch admin VERB`: one verb for each operation of the admin API. What speaks HTTP is imported when it runs."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvwatch.errors import ConfigError, ControlError
+
+if TYPE_CHECKING:
+    import httpx
+
+    from kvwatch.admin.verbs import Prepared
+
+DEFAULT_URL = "http://127.0.0.1:9401"
+TOKEN_VARIABLE = "KVWATCH_ADMIN_TOKEN_FILE"  # noqa: S105 - a variable; the server's setting of the same name
+TIMEOUT_SECONDS = 120.0
+EXIT_REFUSED = 1
+"""The server refused what was asked; it says why. (2, unreachable or wrong usage, is the command line's own.)"""
+
+
+class AdminCommand:
+    """The command `admin`. It has options and no settings; it finds a token where the server does."""
+
+    name = "admin"
+    help = "look into a running server and change it, through its admin API"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the verbs."""
+        from kvwatch.admin.operations import OPERATIONS
+        from kvwatch.admin.verbs import verbs
+
+        parser.add_argument("--url", default=DEFAULT_URL, help="the server's admin listener (default: %(default)s)")
+        parser.add_argument(
+            "--token-file", metavar="FILE", default=os.environ.get(TOKEN_VARIABLE),
+            help=f"file with a token, or with the server's tokens (default: {TOKEN_VARIABLE})",
+        )  # fmt: skip
+        parser.add_argument(
+            "--as", dest="token_name", metavar="NAME", help="which of the tokens; default: the first that may operate"
+        )
+        parser.add_argument("--field", metavar="NAME", help="print one field of the answer; text without quotes")
+        children = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+        for name, verb in verbs(OPERATIONS).items():
+            brief = verb.operation.brief.replace("%", "%%")
+            child = children.add_parser(name, help=brief, description=brief, allow_abbrev=False)
+            child.set_defaults(verb=verb, parser=child)
+            verb.add_arguments(child)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Ask, print the answer, and return 0; 1 when the server refuses.
+
+        Raises:
+            ConfigError: an argument is wrong.
+            ControlError: the server cannot be reached.
+        """
+        import httpx
+
+        prepared: Prepared = args.verb.prepare(args)
+        headers = {}
+        if args.token_file is not None:
+            headers["Authorization"] = f"Bearer {find_token(args.token_file, args.token_name)}"
+        if getattr(args, "last_event_id", None):
+            headers["Last-Event-ID"] = args.last_event_id
+        url = args.url if "://" in args.url else f"http://{args.url}"
+        try:
+            with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False) as client:
+                return _ask(client, prepared, args.field)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            detail = (
+                f"{url} does not answer ({str(error) or type(error).__name__}); is this the server's --admin-listen?"
+            )
+            raise ControlError(detail) from error
+
+
+COMMAND = AdminCommand()
+
+
+def find_token(path: str, name: str | None) -> str:
+    """Return the token in a file that holds one, or one of those in a server's token file.
+
+    Args:
+        path: The file.
+        name: Which of a server's tokens; none for the first that may operate, else the first.
+
+    Raises:
+        ConfigError: there is no such file or token, or only its digest.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file: {path} cannot be read ({error}); give a readable text file") from error
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if [len(line) for line in lines] == [1] and name is None:
+        return lines[0][0]
+    tokens = [line for line in lines if len(line) in {3, 4} and (name is None or line[0] == name)]
+    tokens.sort(key=lambda line: "operate" not in line[1].split(","))
+    usable = [line[2] for line in tokens if not line[2].startswith("sha256:")]
+    if not usable:
+        which = "token" if name is None else f"token of the name {name}"
+        raise ConfigError(f"--token-file: {path} holds no {which}, or only its digest; give a file with the token")
+    return usable[0]
+
+
+def _ask(client: "httpx.Client", prepared: "Prepared", field: str | None) -> int:
+    headers = {}
+    if prepared.needs_etag_of is not None:
+        read = client.get(prepared.needs_etag_of)
+        if read.status_code != 200:
+            return _refused(read)
+        headers["If-Match"] = read.headers["etag"]
+    with client.stream(prepared.method, prepared.path, json=prepared.body, headers=headers) as answer:
+        if answer.headers.get("content-type", "").startswith("text/event-stream"):
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    sys.stdout.write(line.removeprefix("data: ") + "\n")
+                    sys.stdout.flush()
+            return 0
+        answer.read()
+    return _refused(answer) if answer.status_code >= 400 else _print(answer, field)
+
+
+def _refused(answer: "httpx.Response") -> int:
+    import msgspec
+
+    try:
+        detail = msgspec.json.decode(answer.content, type=dict[str, object])["detail"]
+    except (msgspec.MsgspecError, KeyError):
+        detail = answer.text[:200]
+    sys.stderr.write(f"kvwatch: {answer.status_code}: {' '.join(str(detail).split())}\n")
+    return EXIT_REFUSED
+
+
+def _print(answer: "httpx.Response", field: str | None) -> int:
+    import msgspec
+
+    content: object = answer.content
+    if field is not None:
+        fields = msgspec.json.decode(answer.content, type=dict[str, msgspec.Raw])
+        if field not in fields:
+            raise ConfigError(f"--field: the answer has no {field}; it has {', '.join(fields)}")
+        value = msgspec.json.decode(fields[field])
+        if isinstance(value, str):
+            sys.stdout.write(value if value.endswith("\n") else value + "\n")
+            return 0
+        content = bytes(fields[field])
+    assert isinstance(content, bytes)
+    sys.stdout.write(msgspec.json.format(content, indent=2).decode() + "\n")
+    return 0
