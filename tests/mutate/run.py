@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mutate.fault import Fault, PatchError
 from mutate.faults_exporters import EXPORTERS
+from mutate.faults_insight import INSIGHT
 from mutate.faults_kernels_cpu import KERNELS_CPU
 from mutate.faults_kernels_triton import KERNELS_TRITON
 from mutate.faults_metrics import METRICS
@@ -26,6 +27,7 @@ from mutate.trial import Outcome, Verdict, check_imports, copy_tree, run_tests, 
 ROOT = Path(__file__).parents[2]
 AREAS: dict[str, tuple[Fault, ...]] = {
     "exporters": EXPORTERS,
+    "insight": INSIGHT,
     "kernels-cpu": KERNELS_CPU,
     "kernels-triton": KERNELS_TRITON,
     "metrics": METRICS,

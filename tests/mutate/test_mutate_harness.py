@@ -117,7 +117,8 @@ def test_a_copy_has_neither_caches_nor_links_out_of_the_tree(tree: Path, tmp_pat
 
     copy_tree(tree, tmp_path / "copy")
 
-    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["engine", "kernels", "kvwatch", "tests"]
+    copied = sorted(path.name for path in (tmp_path / "copy").iterdir())
+    assert copied == ["dashboards", "engine", "kernels", "kvwatch", "tests"]
 
 
 @pytest.mark.parametrize(("new", "status"), [("a - b", 0), ("b + a", 1), ("a +", 1)])

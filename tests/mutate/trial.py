@@ -15,7 +15,12 @@ from pathlib import Path
 from mutate.fault import Fault
 
 TRIAL_SECONDS = 600
-PACKAGES = {"kvwatch": "", "kvwatch_engine": "engine", "kvwatch_kernels": "kernels"}
+PACKAGES = {
+    "kvwatch": "",
+    "kvwatch_engine": "engine",
+    "kvwatch_kernels": "kernels",
+    "kvwatch_dashboards": "dashboards",
+}
 """Package -> the folder of the tree that holds it."""
 
 _FAILED = re.compile(r"^(FAILED|ERROR) (.+?)(?: - (.*))?$", re.MULTILINE)
