@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from builders import make_request
+from PIL import Image
 from tiny_vision_model import NUM_IMAGE_TOKENS, load_processor, picture
 from transformers import LlavaForConditionalGeneration
 
@@ -48,8 +49,12 @@ class Oracle:
         self.placeholder = int(self.model.config.image_token_id)
 
     def prompt(self, text: str, *pictures: int) -> Prompt:
+        """Return a prompt about pictures that are made from numbers."""
+        return self.prompt_of(text, *map(picture, pictures))
+
+    def prompt_of(self, text: str, *pictures: Image.Image) -> Prompt:
         """Return a prompt in whose text `<image>` stands for one picture after the other."""
-        made = self.processor(text=text, images=[picture(seed) for seed in pictures], return_tensors="pt")
+        made = self.processor(text=text, images=list(pictures), return_tensors="pt")
         token_ids = made["input_ids"][0].tolist()
         images, position = [], 0
         for pixels in made["pixel_values"]:

@@ -38,6 +38,7 @@ from kvwatch_engine.live import LiveEngine, RebuildLimits
 from kvwatch_engine.memory.sizing import default_num_blocks, parse_watermark, watermark_ratio
 from kvwatch_engine.memory.tiers.tiers import DEFAULT_TRANSFER_SECONDS, TierSettings
 from kvwatch_engine.serve_admin import declared, tokenize_as_completions
+from kvwatch_engine.serve_images import image_settings
 from kvwatch_engine.serve_lora import adapter_options, allowing_series, lora_settings
 from kvwatch_engine.serve_signals import DumpSignal, dump_on_signal
 from kvwatch_engine.serve_tiers import tier_settings, tiers_factory
@@ -133,6 +134,12 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
         float, setting("Seconds for which steps may stand still for that, as estimated.", minimum=0.01, maximum=3600)
     ] = 10.0
     rebuild_cooldown: Annotated[float, setting("Seconds between two such changes.", minimum=0, maximum=86_400)] = 60.0
+    max_images: Annotated[int, setting("Most images of one request, where the model takes images.", minimum=0)] = 8
+    max_image_bytes: Annotated[str, setting("Most bytes of all images of one request, as files.")] = "10MiB"
+    max_image_pixels: Annotated[int, setting("Most pixels of one image.", minimum=1)] = 16_777_216
+    image_cache: Annotated[str, setting("Memory for encoded images, kept for requests that show them again.")] = (
+        "256MiB"
+    )
     drain_seconds: Annotated[
         float, setting("Time that requests get to finish on SIGTERM.", minimum=0, maximum=86_400)
     ] = 30.0
@@ -208,6 +215,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
     loras = lora_settings(settings)
     plan = plan_observatory(allowing_series(settings, loras), f"{settings.engine_name}.{settings.dp_rank}", cache_dir)
     tiers = tier_settings(settings)
+    images = image_settings(settings)
     log = EventLog()
     kv_events = make_kv_events(settings, log.clock)
     bound_spinning()  # before torch is imported
@@ -219,6 +227,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
 
         api_keys = ApiKeys(settings.api_key_file) if settings.api_key_file is not None else None
         model = _load_model(settings, cache_dir)
+        images.bound_cache(model)
         dispatcher = OutputDispatcher()
         engine = _make_engine(settings, tiers, model, log, dispatcher)
         rebuilds = RebuildLimits(settings.max_rebuild_pause, settings.rebuild_cooldown)
@@ -241,7 +250,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
             engine,
             dispatcher,
             model.info,
-            ServerSettings(drain_seconds=settings.drain_seconds, log_prompts=settings.log_prompts),
+            images.limit(ServerSettings(drain_seconds=settings.drain_seconds, log_prompts=settings.log_prompts)),
             metrics_app=built.observatory.metrics_app,
             api_keys=api_keys,
             lora=adapter_options(settings, loras, model.adapters),

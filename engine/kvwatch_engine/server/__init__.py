@@ -4,6 +4,8 @@
     settings.py       limits and time-outs
     protocol/         the bodies of requests and responses, as they are on the wire
     bodies.py         reading a body under a limit, decoding it
+    conversation.py   messages -> turns of text and images
+    image_files.py, image_processor.py, image_prompts.py   data URLs -> pixels -> what the model sees -> its tokens
     refusals.py       parameters that are not implemented and would change the answer
     sampling.py       a request's fields -> `SamplingParams`, validated
     beams.py          what a beam search may be asked for

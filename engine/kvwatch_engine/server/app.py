@@ -24,6 +24,7 @@ from kvwatch_engine.server.endpoint import GenerationEndpoint
 from kvwatch_engine.server.errors import ApiError, on_api_error, on_http_exception, on_invalid, on_overload
 from kvwatch_engine.server.generation import Generations
 from kvwatch_engine.server.health import health_routes
+from kvwatch_engine.server.image_prompts import ImagePrompts
 from kvwatch_engine.server.models import ServedModels, model_routes
 from kvwatch_engine.server.prompts import PromptEncoder
 from kvwatch_engine.server.request_log import RequestLog
@@ -57,18 +58,20 @@ def create_app(  # noqa: PLR0913 - by keyword
         lora: LoRA adapters; none if the model has no place for any.
 
     Raises:
-        ModelError: the model's tokenizer cannot be loaded.
+        ModelError: the model's tokenizer or image processor cannot be loaded.
         AdapterError: an adapter cannot be loaded.
     """
     tokenizer = Tokenizer.load(model.folder)
-    prompts = PromptEncoder(tokenizer, settings, lambda: engine.max_model_len)
+    images = ImagePrompts.of_model(model, tokenizer, settings)
+    prompts = PromptEncoder(tokenizer, settings, lambda: engine.max_model_len, images)
+    chat_settings = settings if images is None else settings.with_room_for_images()
     drain = Drain(max(1, round(settings.drain_seconds)))
     generations = Generations(engine, dispatcher, model, tokenizer, settings)
     models = ServedModels(engine, model)
     chat = ChatPlanner(engine, models, tokenizer, prompts, settings)
     completions = CompletionPlanner(engine, models, tokenizer, prompts, settings)
     routes: list[BaseRoute] = [
-        _post(_CHAT, GenerationEndpoint(chat, generations, drain, settings)),
+        _post(_CHAT, GenerationEndpoint(chat, generations, drain, chat_settings)),
         _post(_COMPLETIONS, GenerationEndpoint(completions, generations, drain, settings)),
         *model_routes(models),
         *health_routes(engine, drain),

@@ -6,6 +6,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kvwatch_engine.server.bodies import decode_body
 from kvwatch_engine.server.choice import ChoiceDelta
+from kvwatch_engine.server.conversation import conversation
 from kvwatch_engine.server.generation import Job
 from kvwatch_engine.server.logprobs import BytesOf, chat_logprobs
 from kvwatch_engine.server.planning import Planner
@@ -21,7 +22,7 @@ from kvwatch_engine.server.protocol.chat import (
     Message,
 )
 from kvwatch_engine.server.protocol.reply import Usage
-from kvwatch_engine.server.refusals import plain_messages, refuse_unsupported, template_variables
+from kvwatch_engine.server.refusals import refuse_unsupported, template_variables
 from kvwatch_engine.server.sampling import check_prompt_length, sampling_params, stop_strings, too_long
 from kvwatch_engine.server.shapes import Head, Plan
 
@@ -42,13 +43,15 @@ class ChatPlanner(Planner):
         # Checked with the shortest prompt before the real one is tokenised: a bad value costs nothing.
         sampling_params(request, 1, self.bounds())
         self._check_number(request.messages)
-        text, prompt = await self.prompts.encode_chat(plain_messages(request), template_variables(request))
-        self.log_prompt(text)
-        check_prompt_length(len(prompt), self.max_model_len, "messages")
-        sampling = sampling_params(request, len(prompt), self.bounds())
+        turns = conversation(request, takes_images=self.model.images is not None)
+        prompt = await self.prompts.encode_chat(turns, template_variables(request))
+        self.log_prompt(prompt.text)
+        check_prompt_length(len(prompt.token_ids), self.max_model_len, "messages")
+        sampling = sampling_params(request, len(prompt.token_ids), self.bounds())
         job = Job(
             id=head.id,
-            prompts=(prompt,),
+            prompts=(prompt.token_ids,),
+            images=prompt.images,
             sampling=sampling,
             stops=stops,
             cache_salt=self.salt(request),

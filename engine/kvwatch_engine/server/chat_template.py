@@ -7,13 +7,16 @@ from jinja2 import TemplateError
 
 from kvwatch_engine.contracts.errors import RequestInvalid
 
+ChatMessage = dict[str, str | list[dict[str, str]]]
+"""`role` and `content` of a message as templates take them; content is text or parts, as the template wants."""
+
 
 class _TemplateOwner(Protocol):
     """What is used of transformers' tokenizer."""
 
     chat_template: Any
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
+    def apply_chat_template(self, conversation: list[ChatMessage], **options: Any) -> Any:
         """Render a conversation."""
         ...
 
@@ -24,7 +27,7 @@ class ChatTemplate:
     def __init__(self, owner: _TemplateOwner) -> None:
         self._owner = owner
 
-    def render(self, messages: Sequence[dict[str, str]], variables: dict[str, bool]) -> str:
+    def render(self, messages: Sequence[ChatMessage], variables: dict[str, bool]) -> str:
         """Return the prompt: the messages and the opening of the assistant's answer. Any thread.
 
         Args:
@@ -46,3 +49,12 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages: {reason}", param="messages"
             ) from error
         return str(text)
+
+    def takes_parts(self, placeholder: str) -> bool:
+        """Whether the template wants content as parts, and writes `placeholder` for one of type `image`."""
+        probe: ChatMessage = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "kvwatch"}]}
+        try:
+            text = self.render([probe], {})
+        except RequestInvalid:
+            return False
+        return text.count(placeholder) == 1 and "kvwatch" in text

@@ -53,6 +53,7 @@ class CompletionPlanner(Planner):
         tokens = tuple([await self._tokens(prompt) for prompt in prompts])
         for prompt in tokens:
             check_prompt_length(len(prompt), self.max_model_len, "prompt")
+            self.prompts.refuse_placeholders(prompt, "prompt")
         sampling = sampling_params(request, max(map(len, tokens)), self.bounds())
         job = Job(
             id=head.id,

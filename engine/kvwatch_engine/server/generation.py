@@ -9,6 +9,7 @@ from starlette.types import Receive
 
 from kvwatch_engine.contracts.adapter import Adapter
 from kvwatch_engine.contracts.errors import rejection_reason
+from kvwatch_engine.contracts.image import PromptImage
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.request import (
     EngineClient,
@@ -48,6 +49,8 @@ class Job:
     stops: tuple[str, ...]
     cache_salt: str = ""
     tenant_salt: str = ""
+    images: tuple[PromptImage, ...] = ()
+    """Images in its only prompt."""
     urgency: Urgency = Urgency()
     adapter: Adapter | None = None
     """LoRA adapter that computes it; none is the base model."""
@@ -61,6 +64,7 @@ class Job:
                 request_id=name,
                 prompt_token_ids=prompt,
                 sampling=self.sampling,
+                images=self.images,
                 cache_salt=self.cache_salt,
                 tenant_salt=self.tenant_salt,
                 origin=self.origin,

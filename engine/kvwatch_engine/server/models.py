@@ -75,6 +75,7 @@ class ServedModels:
             created=self._created if is_base else self._adapters[name].created,
             max_model_len=self._engine.max_model_len,
             parent=None if is_base else self.base.name,
+            input_modalities=["text"] if self.base.images is None else ["text", "image"],
         )
 
     def cards(self) -> list[Model]:

@@ -7,10 +7,15 @@ of the vocabulary, so the number of characters bounds the number of tokens from 
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvwatch_engine.contracts.errors import EngineOverloaded
-from kvwatch_engine.server.sampling import too_long
+from kvwatch_engine.contracts.image import PromptImage
+from kvwatch_engine.server.chat_template import ChatMessage
+from kvwatch_engine.server.conversation import Turn, images_of
+from kvwatch_engine.server.image_prompts import ImagePrompts
+from kvwatch_engine.server.sampling import check_prompt_length, too_long
 from kvwatch_engine.server.settings import ServerSettings
 from kvwatch_engine.server.tokenizer import Tokenizer
 
@@ -20,14 +25,41 @@ _SHRINKING = 4
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of a conversation."""
+
+    text: str
+    """As the template wrote it: an image is a single placeholder."""
+    token_ids: tuple[int, ...]
+    images: tuple[PromptImage, ...] = ()
+
+
 class PromptEncoder:
     """Turns prompts into token ids in a few threads of its own. Methods belong to the event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, settings: ServerSettings, max_model_len: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        settings: ServerSettings,
+        max_model_len: Callable[[], int],
+        images: ImagePrompts | None = None,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            tokenizer: the model's.
+            settings: limits.
+            max_model_len: gives the longest sequence in tokens.
+            images: what images in prompts need; none if the model takes none.
+        """
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._max_pending = settings.max_pending_prompts
         self._num_pending = 0
+        self._images = images
+        self._max_pending_bytes = max(settings.max_pending_image_bytes, settings.max_image_bytes)
+        self._num_pending_bytes = 0
         self._threads = ThreadPoolExecutor(settings.prompt_threads, thread_name_prefix="prompts")
 
     def close(self) -> None:
@@ -44,29 +76,56 @@ class PromptEncoder:
         self._check_chars(len(text), param)
         return await self._run(lambda: self._tokenizer.encode(text, add_special_tokens=True))
 
-    async def encode_chat(
-        self, messages: Sequence[dict[str, str]], variables: dict[str, bool]
-    ) -> tuple[str, tuple[int, ...]]:
-        """Return the prompt text of messages and its tokens.
+    async def encode_chat(self, turns: Sequence[Turn], variables: dict[str, bool]) -> ChatPrompt:
+        """Return the prompt of a conversation.
 
         Raises:
-            RequestInvalid: it is too long, or the template refuses the messages.
-            EngineOverloaded: too many prompts wait for the threads.
+            RequestInvalid: it is too long, the template refuses the messages, or an image is not as it should be.
+            EngineOverloaded: too many prompts, or too many bytes of images, wait for the threads.
         """
-        self._check_chars(sum(len(message["content"]) for message in messages), "messages")
-        return await self._run(lambda: self._encode_chat(messages, variables))
+        self._check_chars(sum(turn.num_chars for turn in turns), "messages")
+        num_bytes = self._images.check(turns) if self._images is not None else 0
+        if self._num_pending_bytes + num_bytes > self._max_pending_bytes:
+            raise EngineOverloaded(
+                f"images of {self._num_pending_bytes} bytes wait to be decoded, the limit is "
+                f"{self._max_pending_bytes}; retry later",
+                reason="queue_full",
+            )
+        self._num_pending_bytes += num_bytes
+        try:
+            return await self._run(lambda: self._encode_chat(turns, variables))
+        finally:
+            self._num_pending_bytes -= num_bytes
+
+    def refuse_placeholders(self, token_ids: Sequence[int], param: str) -> None:
+        """Refuse tokens that stand for an image where none can be.
+
+        Raises:
+            RequestInvalid: there are some.
+        """
+        if self._images is not None:
+            self._images.refuse_placeholders(token_ids, param)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a prompt that was given as tokens."""
         return await self._run(lambda: self._tokenizer.decode(token_ids))
 
-    def _encode_chat(
-        self, messages: Sequence[dict[str, str]], variables: dict[str, bool]
-    ) -> tuple[str, tuple[int, ...]]:
+    def _encode_chat(self, turns: Sequence[Turn], variables: dict[str, bool]) -> ChatPrompt:
+        images = self._images
+        messages: list[ChatMessage] = [
+            images.message(turn) if images is not None else {"role": turn.role, "content": turn.as_lines()}
+            for turn in turns
+        ]
         text = self._tokenizer.chat_template.render(messages, variables)
         self._check_chars(len(text), "messages")
         # The template wrote the begin token where the model wants one.
-        return text, self._tokenizer.encode(text, add_special_tokens=False)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if images is None:
+            return ChatPrompt(text, token_ids)
+        parts = images_of(turns)
+        expanded, begins = images.expand(token_ids, len(parts))
+        check_prompt_length(len(expanded), self._max_model_len(), "messages")  # before anything large is decoded
+        return ChatPrompt(text, expanded, images.prepare(parts, begins))
 
     def _check_chars(self, num_chars: int, param: str) -> None:
         limit = self._max_model_len()

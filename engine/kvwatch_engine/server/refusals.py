@@ -6,7 +6,7 @@ A value that asks for nothing (null, an empty list, the default) is harmless and
 from collections.abc import Iterator
 
 from kvwatch_engine.contracts.errors import RequestInvalid
-from kvwatch_engine.server.protocol.chat import ChatRequest, ContentPart, Message
+from kvwatch_engine.server.protocol.chat import ChatRequest
 from kvwatch_engine.server.protocol.completions import CompletionRequest
 from kvwatch_engine.server.protocol.request import GenerationFields
 
@@ -46,9 +46,6 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 """Values that ask for nothing, beside null."""
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Role in a request -> role in chat templates; `developer` is OpenAI's newer word for `system`."""
 
 _TEMPLATE_VARIABLES = ("enable_thinking",)
 """Variables that `chat_template_kwargs` may set. Others could reach the arguments of the renderer itself."""
@@ -92,41 +89,3 @@ def template_variables(request: ChatRequest) -> dict[str, bool]:
             raise RequestInvalid(f"{param} must be true or false", param=param)
         variables[name] = value
     return variables
-
-
-def plain_messages(request: ChatRequest) -> list[dict[str, str]]:
-    """Return the messages as chat templates take them, all content as text; several text parts become lines.
-
-    Raises:
-        RequestInvalid: no message, an unknown role, content that is not text, or a part that is not implemented.
-    """
-    if not request.messages:
-        raise RequestInvalid("messages is empty; send at least one message", param="messages")
-    return [_plain(message, f"messages[{place}]") for place, message in enumerate(request.messages)]
-
-
-def _plain(message: Message, param: str) -> dict[str, str]:
-    role = _ROLES.get(message.role)
-    if role is None:
-        raise RequestInvalid(
-            f"{param}.role is {message.role[:64]!r}; supported are {', '.join(_ROLES)}", param=f"{param}.role"
-        )
-    for name in ("tool_calls", "function_call", "audio"):
-        if getattr(message, name) not in (None, []):
-            raise RequestInvalid(f"{param}.{name} is not supported by this server", param=f"{param}.{name}")
-    if message.content is None:
-        raise RequestInvalid(f"{param}.content is missing; send text", param=f"{param}.content")
-    if isinstance(message.content, str):
-        return {"role": role, "content": message.content}
-    texts = [_part_text(part, f"{param}.content[{place}]") for place, part in enumerate(message.content)]
-    return {"role": role, "content": "\n".join(texts)}
-
-
-def _part_text(part: ContentPart, param: str) -> str:
-    if part.type != "text":
-        raise RequestInvalid(
-            f"{param}.type is {part.type[:64]!r}; only text parts are supported by this server", param=f"{param}.type"
-        )
-    if part.text is None:
-        raise RequestInvalid(f"{param}.text is missing", param=f"{param}.text")
-    return part.text

@@ -1,6 +1,6 @@
 """The server's limits and time-outs, already validated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,14 @@ class ServerSettings:
     """Most requests that wait for those threads; more are answered 429."""
     max_unread_tokens: int = 4096
     """A client that leaves more generated tokens than this unread is dropped: what waits for it is memory."""
+    max_images: int = 8
+    """Most images of one request, where the model takes images."""
+    max_image_bytes: int = 10 * 1024 * 1024
+    """Most bytes of all images of one request, as files; a chat's body may be longer by what they are in base64."""
+    max_image_pixels: int = 16_777_216
+    """Most pixels of one image: decoded it takes some bytes for each."""
+    max_pending_image_bytes: int = 256 * 1024 * 1024
+    """Most bytes of images that wait to be decoded; more are answered 429."""
     body_seconds: float = 30.0
     """Time in which a body must have arrived."""
     write_seconds: float = 60.0
@@ -39,3 +47,7 @@ class ServerSettings:
     """Time that running requests get to finish when the server stops."""
     log_prompts: bool = False
     """Write prompt texts to the log."""
+
+    def with_room_for_images(self) -> "ServerSettings":
+        """Return these settings with bodies that may hold images as well, which base64 makes longer by a third."""
+        return replace(self, max_body_bytes=self.max_body_bytes + -(-self.max_image_bytes // 3) * 4)

@@ -53,6 +53,8 @@ class Tokenizer:
             raise ModelError(
                 f"the model's tokenizer {type(loaded).__name__} has no tokenizer.json form; save it as a fast tokenizer"
             )
+        if not loaded.chat_template:
+            loaded.chat_template = _older_template(folder)
         return cls(rust, ChatTemplate(loaded))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -75,6 +77,17 @@ class Tokenizer:
         if self._is_byte_level:
             return ByteLevelDetokenizer(self._text_bytes)
         return WindowDetokenizer(self.decode, is_silent=self._is_silent, is_byte=self._is_byte)
+
+    def name_of(self, token_id: int) -> str:
+        """Return how a token is written in the vocabulary.
+
+        Raises:
+            ModelError: there is no such token.
+        """
+        name = self._rust.id_to_token(token_id)
+        if name is None:
+            raise ModelError(f"the model's tokenizer has no token {token_id}; are its files complete?")
+        return name
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes that a token stands for; of a special token its name, of an unknown id none."""
@@ -107,6 +120,21 @@ class Tokenizer:
     def _is_byte(self, token_id: int) -> bool:
         piece = self._rust.id_to_token(token_id)
         return self._has_byte_fallback and piece is not None and _BYTE_TOKEN.fullmatch(piece) is not None
+
+
+def _older_template(folder: Path) -> str | None:
+    """Return the chat template from where older processors of images and text keep it.
+
+    Raises:
+        ModelError: the file is damaged.
+    """
+    path = folder / "chat_template.json"
+    if not path.is_file():
+        return None
+    try:
+        return str(json.loads(path.read_bytes())["chat_template"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is not a chat template: {error!r}") from error
 
 
 def _decoder_types(rust: RustTokenizer) -> set[str]:

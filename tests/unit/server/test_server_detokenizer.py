@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from transformers import AutoTokenizer
 
 from kvwatch_engine.contracts.errors import ModelError
-from kvwatch_engine.server.chat_template import ChatTemplate
+from kvwatch_engine.server.chat_template import ChatMessage, ChatTemplate
 from kvwatch_engine.server.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
 from kvwatch_engine.server.tokenizer import Tokenizer
 
@@ -20,7 +20,7 @@ class NoTemplate:
 
     chat_template = None
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], **options: object) -> str:
+    def apply_chat_template(self, conversation: list[ChatMessage], **options: object) -> str:
         raise NotImplementedError
 
 

@@ -15,9 +15,10 @@ from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.contracts.sampling import BeamParams, SamplingParams
 from kvwatch_engine.server.bodies import decode_body
 from kvwatch_engine.server.completions import split_prompts
+from kvwatch_engine.server.conversation import conversation
 from kvwatch_engine.server.protocol.chat import ChatRequest
 from kvwatch_engine.server.protocol.completions import CompletionRequest
-from kvwatch_engine.server.refusals import plain_messages, refuse_unsupported, template_variables
+from kvwatch_engine.server.refusals import refuse_unsupported, template_variables
 from kvwatch_engine.server.sampling import Bounds, sampling_params, stop_strings
 from kvwatch_engine.server.settings import ServerSettings
 from kvwatch_engine.server.shapes import wants_usage
@@ -49,7 +50,7 @@ def parse_chat(body: bytes, **defaults: float) -> SamplingParams:
     refuse_unsupported(request)
     wants_usage(request)
     stop_strings(request, SETTINGS)
-    plain_messages(request)
+    conversation(request, takes_images=False)
     template_variables(request)
     return sampling_params(request, 10, bounds(**defaults))
 
@@ -319,9 +320,9 @@ def test_text_parts_become_lines_and_developer_becomes_system() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     body = chat_body(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}])
 
-    messages = plain_messages(decode_body(body, ChatRequest))
+    turns = conversation(decode_body(body, ChatRequest), takes_images=False)
 
-    assert messages == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one\ntwo"}]
+    assert [(turn.role, turn.as_lines()) for turn in turns] == [("system", "be brief"), ("user", "one\ntwo")]
 
 
 def test_the_models_defaults_apply_where_the_request_is_silent_and_only_there() -> None:

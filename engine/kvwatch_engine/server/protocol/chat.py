@@ -8,11 +8,19 @@ from kvwatch_engine.server.protocol.reply import Usage
 from kvwatch_engine.server.protocol.request import GenerationFields
 
 
+class ImageURL(Struct):
+    """Where an image is, and how closely it is to be looked at."""
+
+    url: str
+    detail: str | None = None
+
+
 class ContentPart(Struct):
-    """One part of a message; only `text` is implemented."""
+    """One part of a message; `text` is implemented, and `image_url` where the model takes images."""
 
     type: str
     text: str | None = None
+    image_url: ImageURL | None = None
 
 
 class Message(Struct):

@@ -32,6 +32,8 @@ class Model(Struct, kw_only=True):
     """Longest sequence in tokens, prompt and answer together."""
     parent: str | None = None
     """Of a LoRA adapter: the model that it adapts."""
+    input_modalities: list[str]
+    """What prompts may hold: `text`, and `image` where the model takes images."""
 
 
 class ModelList(Struct, kw_only=True):
