@@ -156,6 +156,11 @@ class HashChain:
         self._hashes: list[BlockHash] = []
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._block_size
+
+    @property
     def root(self) -> BlockHash:
         """Parent of the first block."""
         return self._root

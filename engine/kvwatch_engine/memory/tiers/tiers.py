@@ -216,6 +216,11 @@ class MemoryTiers:
 
     # ------------------------------------------------------------------ truth
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of the blocks that the tiers keep."""
+        return self._identity.block_size
+
     def states(self) -> list[TierState]:
         """Return the pools behind the device as plain columns, for a snapshot."""
         return [level.pool.to_state() for level in self._levels]
