@@ -27,7 +27,7 @@ def main(folder: str, kv_dtype: KVDtype) -> None:
     model = load_model(folder, dtype="float32")
     spec = model.cache_spec(BLOCK_SIZE, kv_dtype)
     plain_cache, cache = KVCache(spec, NUM_BLOCKS), KVCache(spec, NUM_BLOCKS)
-    forward = DeviceForward(model.decoder, cache, model.info.max_position)
+    forward = DeviceForward(model.decoder, cache, model.info)
     forward.capture(8)
     prompts = [[(7 * i + 3 * length) % 500 for i in range(length)] for length in LENGTHS]
     sequences = paged_sequences(prompts, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_new_tokens=4)

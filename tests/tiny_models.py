@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,8 +29,8 @@ from transformers import (
 
 from kvwatch_engine.model.sources import default_cache_dir, resolve_source
 
-Architecture = Literal["llama", "mistral", "qwen2", "qwen3"]
-ARCHITECTURES: tuple[Architecture, ...] = ("llama", "mistral", "qwen2", "qwen3")
+Architecture = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3"]
+ARCHITECTURES: tuple[Architecture, ...] = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
 
 VOCAB_SIZE = 512
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -38,6 +40,23 @@ _CLASSES: dict[Architecture, tuple[type[Any], type[Any]]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+}
+
+_OWN_SHAPES: dict[Architecture, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    # Two layers with a window to one without: groups of one layer each. Positions turn differently in both kinds.
+    "gemma3": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 11,
+        "tie_word_embeddings": True,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+        },
+    },
 }
 
 _SHAPE: dict[str, Any] = {
@@ -91,19 +110,24 @@ def make_tiny_model(architecture: Architecture, folder: Path, *, seed: int = 0, 
 def random_model(architecture: Architecture, *, seed: int = 0, **config: Any) -> PreTrainedModel:
     """Return a random model of transformers in float32, in evaluation mode, whose every parameter matters."""
     config_class, model_class = _CLASSES[architecture]
-    shape = _SHAPE | ({"head_dim": 16} if architecture == "qwen3" else {}) | config
-    return with_random_weights(lambda: model_class(config_class(**shape)), seed)
+    shape = _SHAPE | _OWN_SHAPES.get(architecture, {}) | config
+    return with_random_weights(
+        lambda: model_class(config_class(**shape)), seed, norm_mean=0.0 if architecture == "gemma3" else 1.0
+    )
 
 
-def with_random_weights(make: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
-    """Return a model in evaluation mode, its weights drawn anew; the same seed gives the same ones."""
+def with_random_weights(make: Callable[[], PreTrainedModel], seed: int, *, norm_mean: float = 1.0) -> PreTrainedModel:
+    """Return a model in evaluation mode, its weights drawn anew; the same seed gives the same ones.
+
+    `norm_mean` is 0 for Gemma, whose norm weights are added to 1.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = make().eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Wide enough that attention is not uniform and that the best two logits differ clearly.
-                mean = 1.0 if "norm" in name else 0.0
+                mean = norm_mean if "norm" in name else 0.0
                 fan_in = parameter[0].numel()
                 parameter.normal_(mean, 0.3 if parameter.dim() == 1 else fan_in**-0.5 * 1.5)
     return model

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import resource
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -30,18 +31,18 @@ from kvwatch.sockets import bind
 from kvwatch.telemetry.clock import Clock
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.adapter import DEFAULT_MAX_ADAPTERS, DEFAULT_MAX_RANK
-from kvwatch_engine.contracts.cache import KVCacheSpec, KVDtype
+from kvwatch_engine.contracts.cache import KVCacheSpec, KVDtype, KVGroup
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.settings import EngineSettings, PreemptionMode, VictimPolicy
 from kvwatch_engine.engine import Engine
 from kvwatch_engine.live import LiveEngine, RebuildLimits
-from kvwatch_engine.memory.sizing import default_num_blocks, parse_watermark, watermark_ratio
+from kvwatch_engine.memory.sizing import default_num_blocks, most_blocks_of_sequence, parse_watermark, watermark_ratio
 from kvwatch_engine.memory.tiers.tiers import DEFAULT_TRANSFER_SECONDS, TierSettings
 from kvwatch_engine.serve_admin import declared, tokenize_as_completions
 from kvwatch_engine.serve_images import image_settings
 from kvwatch_engine.serve_lora import adapter_options, allowing_series, lora_settings
 from kvwatch_engine.serve_signals import DumpSignal, dump_on_signal
-from kvwatch_engine.serve_tiers import tier_settings, tiers_factory
+from kvwatch_engine.serve_tiers import served_groups, tier_settings, tiers_factory
 from kvwatch_engine.threads import bound_spinning
 
 if TYPE_CHECKING:
@@ -299,7 +300,7 @@ def _make_engine(
     dispatcher: "OutputDispatcher",
 ) -> Engine:
     logger.info("warming up", note="the first start compiles the kernels, later ones load them")
-    runner, engine_settings = build_runner(settings, model)
+    runner, engine_settings = build_runner(settings, tiers, model)
     block_bytes = runner.kv_cache.spec.block_bytes
     return Engine(
         engine_settings,
@@ -313,7 +314,9 @@ def _make_engine(
     )
 
 
-def build_runner(settings: ServeSettings, model: "LoadedModel") -> "tuple[ModelRunner, EngineSettings]":
+def build_runner(
+    settings: ServeSettings, tiers: TierSettings, model: "LoadedModel"
+) -> "tuple[ModelRunner, EngineSettings]":
     """Allocate the pool's tensors, warm the model up, and return both with the engine's settings.
 
     Raises:
@@ -324,14 +327,15 @@ def build_runner(settings: ServeSettings, model: "LoadedModel") -> "tuple[ModelR
     from kvwatch_engine.model.runner import ModelRunner
 
     spec = model.cache_spec(settings.block_size, settings.kv_dtype)
-    engine_settings = make_engine_settings(settings, model.info, spec, free_bytes(model.device))
+    groups = served_groups(tiers, model.info)
+    engine_settings = make_engine_settings(settings, model.info, spec, groups, free_bytes(model.device))
     runner = ModelRunner(model, KVCache(spec, engine_settings.num_blocks, model.device))
     runner.warm_up(engine_settings.max_batch_tokens)
     return runner, engine_settings
 
 
 def make_engine_settings(
-    settings: ServeSettings, model: ModelInfo, spec: KVCacheSpec, free_bytes: int
+    settings: ServeSettings, model: ModelInfo, spec: KVCacheSpec, groups: tuple[KVGroup, ...], free_bytes: int
 ) -> EngineSettings:
     """Return the engine's settings for a model, filling in what was left open; `free_bytes` is what the pool may take.
 
@@ -350,10 +354,11 @@ def make_engine_settings(
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the {model.max_position} tokens that the model was made for"
         )
-    num_blocks = _num_blocks(settings, spec, max_model_len, free_bytes)
+    num_blocks = _num_blocks(settings, spec, groups, max_model_len, free_bytes)
     return EngineSettings(
         num_blocks=num_blocks,
         block_size=settings.block_size,
+        groups=groups,
         max_model_len=max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_batch_tokens=settings.max_batch_tokens,
@@ -411,13 +416,17 @@ def _raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _num_blocks(settings: ServeSettings, spec: KVCacheSpec, max_model_len: int, free_bytes: int) -> int:
+def _num_blocks(
+    settings: ServeSettings, spec: KVCacheSpec, groups: Sequence[KVGroup], max_model_len: int, free_bytes: int
+) -> int:
     if settings.num_blocks is not None:
         num_blocks = settings.num_blocks
     elif settings.kv_memory is not None:
         num_blocks = parse_bytes(settings.kv_memory, "--kv-memory") // spec.block_bytes
     else:
-        num_blocks = default_num_blocks(spec, max_model_len, settings.max_num_seqs, free_bytes)
+        max_chunk = min(settings.max_prefill_chunk or settings.max_batch_tokens, settings.max_batch_tokens)
+        most = most_blocks_of_sequence([group.window for group in groups], spec.block_size, max_model_len, max_chunk)
+        num_blocks = default_num_blocks(spec, most, settings.max_num_seqs, free_bytes)
     needed = num_blocks * spec.block_bytes
     if num_blocks < 2:
         raise ConfigError(f"--kv-memory {settings.kv_memory} is less than two blocks of {spec.block_bytes} bytes")
@@ -446,7 +455,8 @@ def _announce(settings: ServeSettings, serving: Serving, port: int, seconds: flo
         kv_dtype=settings.kv_dtype,
         blocks=capacity,
         block_size=engine.block_size,
-        token_capacity=capacity * engine.block_size,
+        kv_groups=_shown_groups(engine.groups),
+        token_capacity=capacity * engine.block_size // len(engine.groups),
         max_model_len=serving.engine.max_model_len,
         seconds=round(seconds, 1),
     )
@@ -454,3 +464,11 @@ def _announce(settings: ServeSettings, serving: Serving, port: int, seconds: flo
 
 def _join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _shown_groups(groups: Sequence[KVGroup]) -> str:
+    """Return what the start message says of KV groups, such as `0: 3 layers, all tokens; 1: 3 layers, window 512`."""
+    return "; ".join(
+        f"{number}: {len(group.layers)} layers, {'all tokens' if group.window is None else f'window {group.window}'}"
+        for number, group in enumerate(groups)
+    )

@@ -1,12 +1,14 @@
 """Makes the tiers behind the device from what was set: part of the composition root of `kvwatch serve`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvwatch.config import parse_bytes
 from kvwatch.errors import ConfigError
 from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.contracts.cache import KVGroup
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.memory.block_manager import BlockManager
@@ -82,6 +84,25 @@ def tier_settings(flags: TierFlags) -> TierSettings:
         except OSError as error:
             raise folder_error(settings.disk_folder, error) from error
     return settings
+
+
+def served_groups(settings: TierSettings, model: ModelInfo) -> tuple[KVGroup, ...]:
+    """Return the KV groups of a model as they are served with these tiers.
+
+    Tiers keep whole sequences. A model with one window for all its layers is served as if it had none, which costs the
+    blocks outside of the window and changes no text.
+
+    Raises:
+        ConfigError: the model has several groups, which tiers do not serve yet.
+    """
+    if not settings.has_tiers:
+        return model.groups
+    if len(model.groups) > 1:
+        raise ConfigError(
+            f"layers of {model.name} see different windows: it has {len(model.groups)} KV groups, but --host-memory "
+            "and --disk-dir serve models with one; leave both out, and preempted requests are computed again"
+        )
+    return tuple(replace(group, window=None) for group in model.groups)
 
 
 def tiers_factory(

@@ -235,6 +235,12 @@ def reference_silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
     torch.mul(functional.silu(gate), up, out=out)
 
 
+def reference_gelu_tanh_and_multiply(gate_up: Tensor, out: Tensor) -> None:
+    """The same with GELU by its tanh formula."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.mul(functional.gelu(gate, approximate="tanh"), up, out=out)
+
+
 def reference_rotate_and_store(
     qkv: Tensor,
     cosine: Tensor,

@@ -19,6 +19,7 @@ from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention
+from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.loader import LoadedModel, load_model
 from kvwatch_engine.model.runner import ModelRunner
 
@@ -49,7 +50,8 @@ def one_torch_thread() -> Iterator[None]:
 
 def make_engine(model: LoadedModel, **settings: Any) -> EngineCore:
     values = {"block_size": 8, "num_blocks": 300, "max_model_len": 400, "max_num_seqs": 16, "max_batch_tokens": 128}
-    config = EngineSettings(**{**values, **settings}, weights_fingerprint=model.info.weights_fingerprint)
+    fingerprint, groups = model.info.weights_fingerprint, model.info.groups
+    config = EngineSettings(**{**values, **settings}, weights_fingerprint=fingerprint, groups=groups)
     cache = KVCache(model.cache_spec(config.block_size), config.num_blocks)
     return EngineCore(config, ModelRunner(model, cache), EventLog())
 
@@ -176,16 +178,19 @@ def test_in_bfloat16_an_adapter_stays_near_float32(folder: Path, tmp_path: Path)
     where = make_adapter(folder, tmp_path / "a", seed=0)
     model = load_model(str(folder), dtype="bfloat16")
     adapter, prompt = model.adapters.load("a", where), prompt_of(6, 50)
-    cache = KVCache(model.cache_spec(8), 20)
-    (sequence,) = paged_sequences([prompt], block_size=8, num_blocks=20)
-    step = packed_step([(sequence, len(prompt))], block_size=8)
+    cache = KVCache(model.cache_spec(8), 40)
+    groups = model.info.groups
+    (sequence,) = paged_sequences([prompt], block_size=8, num_blocks=40, num_groups=len(groups))
+    step = packed_step([(sequence, len(prompt))], block_size=8, windows=[group.window for group in groups])
     step = replace(step, adapters=(AdapterSpan(adapter.load_id, 0, len(prompt)),))
 
     with torch.inference_mode():
         hidden = model.decoder.hidden_states(
-            torch.from_numpy(step.token_ids), torch.from_numpy(step.positions), StepAttention.of_step(cache, step),
+            torch.from_numpy(step.token_ids),
+            torch.from_numpy(step.positions),
+            StepAttention.of_step(cache, step, LayerPlaces(groups)),
             model.adapters.of_step(step.adapters),
-        )  # fmt: skip
+        )
         logits = model.decoder.logits(hidden)
 
     expected, base = (AdaptedReference(folder, each).logits(prompt) for each in (where, None))

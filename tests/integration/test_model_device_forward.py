@@ -15,10 +15,11 @@ from tiny_vision_model import IMAGE, NUM_IMAGE_TOKENS, make_tiny_vision_model
 
 from kvwatch_engine.contracts.adapter import AdapterSpan
 from kvwatch_engine.contracts.image import ImageSpan
-from kvwatch_engine.contracts.step import StepInput
+from kvwatch_engine.contracts.step import GroupBlocks, StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention
 from kvwatch_engine.model.graphs import DECODE_BUCKETS, DeviceForward, bucket_for, decode_buckets
+from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.loader import LoadedModel, load_model
 from kvwatch_engine.model.runner import ModelRunner
 from kvwatch_engine.model.staging import StagedStep, StagingSizes, StepStaging
@@ -51,16 +52,26 @@ class CpuAttention(StepAttention):
 
     bounds: tuple[int, int]
 
-    def __init__(self, cache: KVCache, staged: StagedStep, *bounds: int) -> None:
+    def __init__(self, cache: KVCache, staged: StagedStep, places: LayerPlaces, *bounds: int) -> None:
         super().__init__(
             cache,
-            slot_mapping=staged.slot_mapping.numpy(),
+            [
+                GroupBlocks(slot_mapping=group.slot_mapping.numpy(), block_tables=group.block_tables.numpy())
+                for group in staged.groups
+            ],
             query_starts=staged.query_starts.numpy(),
             context_lens=staged.context_lens.numpy(),
-            block_tables=staged.block_tables.numpy(),
+            places=places,
         )
         assert int(np.diff(staged.query_starts.numpy()).max()) <= bounds[0]
         assert int(staged.context_lens.max()) <= bounds[1]
+
+
+def addresses(staged: StagedStep) -> list[int]:
+    """Return where each of the arrays begins."""
+    by_group = [tensor for group in staged.groups for tensor in (group.slot_mapping, group.block_tables)]
+    tensors = [staged.token_ids, staged.positions, staged.query_starts, staged.context_lens, staged.sampled, *by_group]
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def new_cache(model: LoadedModel, block_size: int = BLOCK_SIZE) -> KVCache:
@@ -68,7 +79,7 @@ def new_cache(model: LoadedModel, block_size: int = BLOCK_SIZE) -> KVCache:
 
 
 def device_forward(model: LoadedModel, cache: KVCache) -> DeviceForward:
-    return DeviceForward(model.decoder, cache, model.info.max_position, CpuAttention)
+    return DeviceForward(model.decoder, cache, model.info, CpuAttention)
 
 
 def plain_logits(model: LoadedModel, cache: KVCache, step: StepInput, sampled: np.ndarray) -> torch.Tensor:
@@ -190,16 +201,17 @@ def test_staged_arrays_are_the_steps_and_every_step_lies_at_the_same_place() -> 
     first, second = (step for step, _ in steps_of([5, 3], 1))
 
     staged = staging.stage(first, np.array([4, 7], dtype=np.int64))
-    places = {name: getattr(staged, name).data_ptr() for name in StagedStep.__slots__}
-    for name in ("token_ids", "positions", "slot_mapping", "query_starts", "context_lens"):
+    places = addresses(staged)
+    assert staged.groups[0].slot_mapping.tolist() == first.slot_mapping.tolist()
+    for name in ("token_ids", "positions", "query_starts", "context_lens"):
         assert getattr(staged, name).tolist() == getattr(first, name).tolist()
     width = first.block_tables.shape[1]
-    assert staged.block_tables[:, :width].tolist() == first.block_tables.tolist()
-    assert not staged.block_tables[:, width:].any()
+    assert staged.groups[0].block_tables[:, :width].tolist() == first.block_tables.tolist()
+    assert not staged.groups[0].block_tables[:, width:].any()
     assert staged.sampled.tolist() == [4, 7]
 
     again = staging.stage(second, np.array([0, 1], dtype=np.int64))
-    assert {name: getattr(again, name).data_ptr() for name in StagedStep.__slots__} == places
+    assert addresses(again) == places
     assert again.token_ids.tolist() == second.token_ids.tolist()
 
 
@@ -213,13 +225,13 @@ def test_padding_sees_the_null_block_and_is_stored_nowhere_whatever_was_there_be
     staged = staging.stage(decode, sampled, 5)
 
     assert staged.token_ids.tolist() == [*decode.token_ids.tolist(), 0, 0, 0]
-    assert staged.slot_mapping.tolist() == [*decode.slot_mapping.tolist(), -1, -1, -1]
+    assert staged.groups[0].slot_mapping.tolist() == [*decode.slot_mapping.tolist(), -1, -1, -1]
     assert staged.positions.tolist()[2:] == [0, 0, 0]
     assert staged.query_starts.tolist() == [0, 1, 2, 3, 4, 5]
     assert staged.context_lens.tolist() == [6, 4, 1, 1, 1]
-    assert not staged.block_tables[2:].any()
+    assert not staged.groups[0].block_tables[2:].any()
     width = decode.block_tables.shape[1]
-    assert not staged.block_tables[:2, width:].any(), "nothing is left of the step before"
+    assert not staged.groups[0].block_tables[:2, width:].any(), "nothing is left of the step before"
     assert staged.sampled.tolist() == [0, 1, 0, 0, 0]
 
 
@@ -229,7 +241,7 @@ def test_arrays_begin_at_multiples_of_sixteen_bytes_for_which_the_kernels_were_c
     views = staging.views(13, 5, 13)
 
     base = views.token_ids.data_ptr()
-    assert all((getattr(views, name).data_ptr() - base) % 16 == 0 for name in StagedStep.__slots__)
+    assert all((address - base) % 16 == 0 for address in addresses(views))
 
 
 def test_a_cache_on_another_device_is_refused(model: LoadedModel) -> None:

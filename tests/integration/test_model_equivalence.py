@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention
+from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.loader import LoadedModel, load_model
 from kvwatch_engine.model.runner import ModelRunner
 
 TOLERANCE = 2e-4
-NUM_BLOCKS = 64
+NUM_BLOCKS = 400
 PROMPT_LENGTHS = (37, 1, 64, 16, 50)
 NEW_TOKENS = 24
 
@@ -46,6 +47,7 @@ def folder(architecture: Architecture, tmp_path_factory: pytest.TempPathFactory)
         "mistral": {"sliding_window": 13},
         "qwen2": {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1},
         "qwen3": {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 2},
+        "gemma3": {"sliding_window": 13},
     }
     return make_tiny_model(architecture, tmp_path_factory.mktemp(architecture), **window[architecture])
 
@@ -97,12 +99,15 @@ def has_more(sequence: PagedSequence) -> bool:
 def paged_logits(model: LoadedModel, block_size: int, schedule: Any) -> list[torch.Tensor]:
     """Return each prompt's logits at every position, computed step by step as the schedule says."""
     cache = nan_filled_cache(model, block_size)
-    sequences = paged_sequences(random_prompts(), block_size=block_size, num_blocks=NUM_BLOCKS)
+    groups = model.info.groups
+    windows, places = [group.window for group in groups], LayerPlaces(groups)
+    sequences = paged_sequences(random_prompts(), block_size=block_size, num_blocks=NUM_BLOCKS, num_groups=len(groups))
     rows: dict[int, list[torch.Tensor]] = {id(sequence): [] for sequence in sequences}
     for parts in schedule(sequences):
-        step = packed_step(parts, block_size=block_size)
+        step = packed_step(parts, block_size=block_size, windows=windows)
+        attention = StepAttention.of_step(cache, step, places)
         hidden = model.decoder.hidden_states(
-            torch.from_numpy(step.token_ids), torch.from_numpy(step.positions), StepAttention.of_step(cache, step)
+            torch.from_numpy(step.token_ids), torch.from_numpy(step.positions), attention
         )
         logits = torch.split(model.decoder.logits(hidden), [count for _, count in parts])
         for (sequence, count), part in zip(parts, logits, strict=True):
@@ -128,13 +133,19 @@ def test_greedy_continuations_of_a_batch_equal_generate(model: LoadedModel, refe
     prompts = random_prompts()
     runner = ModelRunner(model, nan_filled_cache(model, block_size))
     sequences = paged_sequences(
-        prompts, block_size=block_size, num_blocks=NUM_BLOCKS, max_new_tokens=NEW_TOKENS, seed=5
+        prompts,
+        block_size=block_size,
+        num_blocks=NUM_BLOCKS,
+        max_new_tokens=NEW_TOKENS,
+        seed=5,
+        num_groups=len(model.info.groups),
     )
+    windows = [group.window for group in model.info.groups]
 
     for _ in range(NEW_TOKENS):
         parts = [(s, len(s.token_ids) - s.num_computed) for s in sequences]
         rows = [(index, sample_row()) for index in range(len(parts))]
-        result = runner.execute(packed_step(parts, block_size=block_size, sampled=rows))
+        result = runner.execute(packed_step(parts, block_size=block_size, sampled=rows, windows=windows))
         for sequence, token_id in zip(sequences, result.token_ids, strict=True):
             sequence.num_computed = len(sequence.token_ids)
             sequence.token_ids.append(token_id)

@@ -33,6 +33,7 @@ def make_core(model: LoadedModel, log: EventLog, *, max_num_seqs: int = 16, num_
     """Return an engine as `kvwatch serve` builds it, warmed up."""
     settings = EngineSettings(
         num_blocks=num_blocks,
+        groups=model.info.groups,
         max_model_len=model.info.max_position,
         max_num_seqs=max_num_seqs,
         max_batch_tokens=256,

@@ -32,6 +32,14 @@ class KVGroup:
     """Tokens that a query sees, itself included; none sees all."""
 
 
+def most_window_blocks(window: int, max_chunk: int, block_size: int) -> int:
+    """Return the most blocks of a sequence that a group with a window holds, computed in chunks of `max_chunk` tokens.
+
+    The first token of a chunk sees `window` - 1 tokens before it, and they begin anywhere in a block.
+    """
+    return (window + max_chunk - 3) // block_size + 2
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """Shape of a KV cache; see the layout diagram in engine/README.md.

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvwatch_engine.contracts.cache import KVGroup
 from kvwatch_engine.contracts.image import ImageInput
 
 
@@ -40,6 +41,8 @@ class ModelInfo:
     """Name of the torch dtype that it computes in: `float32` or `bfloat16`."""
     dtype_reason: str
     """Why this dtype, for the start message."""
+    groups: tuple[KVGroup, ...] = (KVGroup(),)
+    """How its layers are divided into KV groups."""
     weights_fingerprint: str
     """Changes whenever the weights do."""
     weights_bytes: int

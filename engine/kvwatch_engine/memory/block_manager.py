@@ -272,8 +272,9 @@ class BlockManager:
 
     def pass_windows(self, owner: Owner, num_computed: int) -> None:
         """Give back what no later token of the sequence can see, once it has computed so many and was forked, if so."""
-        for group in self.groups:
-            group.pass_window(owner, num_computed)
+        if self.has_windows:
+            for group in self.groups:
+                group.pass_window(owner, num_computed)
 
     # ------------------------------------------------------------------ sharing and end
 
@@ -302,6 +303,7 @@ class BlockManager:
             else:
                 number, *others = (len(blocks) for blocks in shared)
                 self._log.append(SequenceForked(parent.request, parent.sequence, child.sequence, number, others))
+        self.pass_windows(child, num_tokens)  # the parent may hold more: it has not passed its last chunk yet
         return num_tokens
 
     def join(self, parent: Owner, child: Owner, num_tokens: int) -> None:

@@ -10,16 +10,9 @@ manager does, for all groups at once.
 from collections.abc import Mapping, Sequence
 
 from kvwatch_engine.contracts.block import NULL_BLOCK, BlockId
+from kvwatch_engine.contracts.cache import most_window_blocks
 from kvwatch_engine.memory.block_pool import BlockPool, Owner
 from kvwatch_engine.memory.layout import TableLayout
-
-
-def most_window_blocks(window: int, max_chunk: int, block_size: int) -> int:
-    """Return the most blocks of a sequence that a group with a window holds, computed in chunks of `max_chunk` tokens.
-
-    The first token of a chunk sees `window` - 1 tokens before it, and they begin anywhere in a block.
-    """
-    return (window + max_chunk - 3) // block_size + 2
 
 
 class GroupTables:

@@ -1,9 +1,10 @@
 """How many blocks a pool gets. Pure arithmetic, and one look at the machine's free memory."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvwatch.errors import ConfigError
-from kvwatch_engine.contracts.cache import KVCacheSpec
+from kvwatch_engine.contracts.cache import KVCacheSpec, most_window_blocks
 
 DEFAULT_FREE_MEMORY_SHARE = 0.25
 """Part of the free memory that the pool takes unless told otherwise."""
@@ -38,16 +39,32 @@ def watermark_ratio(text: str) -> float | None:
     return None if text.strip().isdigit() else float(text)
 
 
-def default_num_blocks(spec: KVCacheSpec, max_model_len: int, max_num_seqs: int, free_bytes: int) -> int:
+def most_blocks_of_sequence(windows: Sequence[int | None], block_size: int, num_tokens: int, max_chunk: int) -> int:
+    """Return the most blocks that a sequence holds at once over all KV groups.
+
+    Args:
+        windows: of each group; none sees all.
+        block_size: tokens of a block.
+        num_tokens: of the sequence.
+        max_chunk: most tokens of it that are computed at once.
+    """
+    in_all = -(-num_tokens // block_size)
+    return sum(
+        in_all if window is None else min(in_all, most_window_blocks(window, max_chunk, block_size))
+        for window in windows
+    )
+
+
+def default_num_blocks(spec: KVCacheSpec, blocks_per_sequence: int, max_num_seqs: int, free_bytes: int) -> int:
     """Return the number of blocks, null block included: a share of the free memory, but no more than can be used.
 
     Args:
         spec: shape of the cache.
-        max_model_len: longest sequence in tokens.
+        blocks_per_sequence: most blocks of the longest sequence.
         max_num_seqs: most sequences at once.
         free_bytes: free memory in bytes.
     """
-    usable = max_num_seqs * -(-max_model_len // spec.block_size)
+    usable = max_num_seqs * blocks_per_sequence
     affordable = int(free_bytes * DEFAULT_FREE_MEMORY_SHARE) // spec.block_bytes
     return 1 + max(1, min(usable, affordable))
 

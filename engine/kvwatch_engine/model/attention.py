@@ -1,11 +1,13 @@
 """The only door from the model to the attention kernels."""
 
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 
-from kvwatch_engine.contracts.step import Int32Array, Int64Array, StepInput
+from kvwatch_engine.contracts.step import GroupBlocks, Int32Array, StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
+from kvwatch_engine.model.kv_groups import ONE_GROUP, LayerPlaces
 from kvwatch_kernels.cpu.warmup import warm_up
 from kvwatch_kernels.paged_attention import AttentionBatch
 from kvwatch_kernels.rotary import rotate_and_store
@@ -15,43 +17,51 @@ from kvwatch_kernels.slots import SlotMapping
 class StepAttention:
     """Attention of all layers for one step: where its tokens are written, and which blocks they see.
 
-    What is the same for all layers is checked and laid out once. Engine thread only.
+    What is the same for all layers of a KV group is checked and laid out once. Engine thread only.
     """
 
-    __slots__ = ("_batch", "_cache", "_slots")
+    __slots__ = ("_batches", "_cache", "_places", "_slots")
 
     def __init__(
         self,
         cache: KVCache,
+        groups: Sequence[GroupBlocks],
         *,
-        slot_mapping: Int64Array,
         query_starts: Int32Array,
         context_lens: Int32Array,
-        block_tables: Int32Array,
+        places: LayerPlaces = ONE_GROUP,
     ) -> None:
-        """See `StepInput` for the arrays' shapes; they are viewed and may not change during the step."""
+        """View a step's arrays, see `StepInput`; they may not change during the step.
+
+        Args:
+            cache: read and written.
+            groups: where the step's tokens lie in each KV group.
+            query_starts: i32[num_seqs + 1].
+            context_lens: i32[num_seqs].
+            places: where each layer's keys and values lie.
+        """
         self._cache = cache
-        self._slots = SlotMapping(slot_mapping, cache.num_blocks * cache.spec.block_size)
+        self._places = places
+        num_slots = cache.num_blocks * cache.spec.block_size
+        self._slots = [SlotMapping(group.slot_mapping, num_slots) for group in groups]
         key_scales, value_scales = cache.layer_scales(0)
-        self._batch = AttentionBatch(
-            *cache.layer(0),
-            block_tables=block_tables,
-            query_starts=query_starts,
-            context_lens=context_lens,
-            key_scales=key_scales,
-            value_scales=value_scales,
-        )
+        self._batches = [
+            AttentionBatch(
+                *cache.layer(0),
+                block_tables=group.block_tables,
+                query_starts=query_starts,
+                context_lens=context_lens,
+                key_scales=key_scales,
+                value_scales=value_scales,
+            )
+            for group in groups
+        ]
 
     @classmethod
-    def of_step(cls, cache: KVCache, step: StepInput) -> Self:
+    def of_step(cls, cache: KVCache, step: StepInput, places: LayerPlaces = ONE_GROUP) -> Self:
         """Return the attention of a step over a cache."""
-        return cls(
-            cache,
-            slot_mapping=step.slot_mapping,
-            query_starts=step.query_starts,
-            context_lens=step.context_lens,
-            block_tables=step.block_tables,
-        )
+        starts, lens = step.query_starts, step.context_lens
+        return cls(cache, step.groups, query_starts=starts, context_lens=lens, places=places)
 
     def rotate_and_store(
         self,
@@ -74,12 +84,13 @@ class StepAttention:
         Returns:
             `[num_tokens, num_heads, head_dim]`: the queries, a view of `qkv`.
         """
-        key_scales, value_scales = self._cache.layer_scales(layer)
+        group, place = self._places.of(layer)
+        key_scales, value_scales = self._cache.layer_scales(place)
         return rotate_and_store(
             qkv,
             *angles,
-            *self._cache.layer(layer),
-            self._slots,
+            *self._cache.layer(place),
+            self._slots[group],
             norm_weight=norm_weight,
             eps=eps,
             key_scales=key_scales,
@@ -98,15 +109,20 @@ class StepAttention:
         Returns:
             `[num_tokens, num_heads * head_dim]`, contiguous.
         """
-        key_scales, value_scales = self._cache.layer_scales(layer)
-        return self._batch.attend(
-            query,
-            *self._cache.layer(layer),
-            scale=scale,
-            sliding_window=sliding_window,
-            key_scales=key_scales,
-            value_scales=value_scales,
-        ).flatten(1)
+        group, place = self._places.of(layer)
+        key_scales, value_scales = self._cache.layer_scales(place)
+        return (
+            self._batches[group]
+            .attend(
+                query,
+                *self._cache.layer(place),
+                scale=scale,
+                sliding_window=sliding_window,
+                key_scales=key_scales,
+                value_scales=value_scales,
+            )
+            .flatten(1)
+        )
 
 
 def warm_up_attention(cache: KVCache, num_heads: int, dtype: torch.dtype) -> None:

@@ -4,7 +4,9 @@ Tokens of all sequences of a step lie one after the other, without batch dimensi
 where a sequence begins.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import torch
@@ -13,7 +15,7 @@ from torch.nn import functional
 from kvwatch_engine.model.decoder_config import DecoderConfig
 from kvwatch_engine.model.linear import Linear
 from kvwatch_engine.model.rope import RotaryEmbedding
-from kvwatch_kernels.activation import silu_and_multiply
+from kvwatch_kernels.activation import gelu_tanh_and_multiply, silu_and_multiply
 from kvwatch_kernels.rms_norm import rms_norm
 
 LinearName = Literal["qkv", "output", "gate_up", "down"]
@@ -42,6 +44,10 @@ class LayerWeights:
     """num_heads * head_dim -> hidden_size"""
     mlp_norm: torch.Tensor
     """`[hidden_size]`"""
+    attention_output_norm: torch.Tensor | None = None
+    """`[hidden_size]`: of what attention adds to the hidden states, where the architecture has it."""
+    mlp_output_norm: torch.Tensor | None = None
+    """`[hidden_size]`: the same of what the MLP adds."""
     gate_up: LinearLayer
     """hidden_size -> 2 * intermediate_size: gate, up."""
     down: LinearLayer
@@ -99,15 +105,27 @@ class StepImages(Protocol):
         ...
 
 
+_GATED = MappingProxyType({"silu": silu_and_multiply, "gelu_pytorch_tanh": gelu_tanh_and_multiply})
+"""Gated activation by transformers' name."""
+
+
 class Decoder:
     """A decoder-only transformer. Holds no state between calls: the KV cache comes with each step."""
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, rotary: RotaryEmbedding) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights, rotary: RotaryEmbedding | Sequence[RotaryEmbedding]
+    ) -> None:
+        """Make a decoder; `rotary` is that of all layers, or of each of them."""
         self.config = config
         self.dtype = weights.norm.dtype
         self.device = weights.norm.device
         self._weights = weights
-        self._rotary = rotary
+        rotaries = [rotary] * config.num_layers if isinstance(rotary, RotaryEmbedding) else list(rotary)
+        self._rotaries = list({id(each): each for each in rotaries}.values())
+        self._rotary_of_layer = [next(i for i, each in enumerate(self._rotaries) if each is it) for it in rotaries]
+        # As transformers does: the factor is rounded to the dtype that is computed in.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale).to(self.dtype))
+        self._gated = _GATED[config.activation]
 
     def hidden_states(
         self,
@@ -130,16 +148,22 @@ class Decoder:
             `dtype[num_tokens, hidden_size]`, before the last norm.
         """
         hidden = functional.embedding(token_ids, self._weights.embedding).to(self.dtype)
+        if self._embedding_scale != 1:
+            hidden = hidden * self._embedding_scale
         if images is not None:
             images.put_into(hidden)
-        angles = self._rotary.angles(positions, self.dtype)
+        angles = [rotary.angles(positions, self.dtype) for rotary in self._rotaries]
         # What a part adds to the hidden states is added by the norm that follows, in one pass.
         added: torch.Tensor | None = None
         layers = self._weights.layers if adapters is None else adapters.adapted(self._weights.layers)
         for index, layer in enumerate(layers):
             normalised = self._normalise(hidden, layer.attention_norm, added)
-            added = self._attend(index, layer, normalised, angles, attention)
+            added = self._attend(index, layer, normalised, angles[self._rotary_of_layer[index]], attention)
+            if layer.attention_output_norm is not None:
+                added = self._normalise(added, layer.attention_output_norm)
             added = self._feed_forward(layer, self._normalise(hidden, layer.mlp_norm, added))
+            if layer.mlp_output_norm is not None:
+                added = self._normalise(added, layer.mlp_output_norm)
         return hidden if added is None else hidden.add_(added)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -171,4 +195,4 @@ class Decoder:
         return layer.output(attended)
 
     def _feed_forward(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        return layer.down(silu_and_multiply(layer.gate_up(x)))
+        return layer.down(self._gated(layer.gate_up(x)))

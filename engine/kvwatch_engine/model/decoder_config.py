@@ -14,13 +14,41 @@ SUPPORTED_ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 """transformers' model type -> the architecture that this package computes."""
 
 IMAGE_ARCHITECTURES = {"llava": "LlavaForConditionalGeneration"}
 """Likewise, of decoders with a vision tower before them; see `llava.py`."""
 
-SUPPORTED_ACTIVATIONS = ("silu",)
+SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+STATE_SPACE_TYPES = frozenset(
+    {
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "jamba",
+        "lfm2",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "nemotron_h",
+        "qwen3_next",
+        "recurrent_gemma",
+        "rwkv",
+        "zamba",
+        "zamba2",
+    }
+)
+"""transformers' types of models with layers that keep a state."""
+
+_WITH_ATTENTION_BIAS = ("llama", "qwen3", "gemma3_text")
+"""Types that have biases in all of attention's linear layers if their configuration says so."""
+
+_STATE_SPACE_KEYS = ("mamba_", "ssm_", "linear_conv_", "conv_L_cache", "hybrid_override_pattern")
+"""What keys of other such configurations begin with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +73,18 @@ class DecoderConfig:
     has_mlp_bias: bool
     has_qk_norm: bool
     """Whether each head of query and key is normalised before it is rotated."""
+    has_output_norms: bool = False
+    """Whether what attention and the MLP give is normalised before it is added to the hidden states."""
+    norm_offset: float = 0.0
+    """Added to every norm weight of the checkpoint."""
+    activation: str = "silu"
+    """transformers' name of the MLP's activation."""
+    embedding_scale: float = 1.0
+    """Factor on the embeddings."""
+    attention_scale: float
+    """Factor on the products of queries and keys."""
     sliding_windows: tuple[int | None, ...]
     """Of each layer: tokens that a query sees, itself included; none sees all."""
-
-    @property
-    def attention_scale(self) -> float:
-        """Factor on the products of queries and keys."""
-        return float(self.head_dim**-0.5)
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -89,6 +122,11 @@ def _check_supported(raw: dict[str, Any]) -> None:
     if expected is None or expected not in architectures:
         name = architectures[0] or f"of model type {model_type!r}"
         supported = ", ".join(known.values())
+        if model_type in STATE_SPACE_TYPES or any(key.startswith(_STATE_SPACE_KEYS) for key in raw):
+            raise ModelError(
+                f"architecture {name} is not supported: some of its layers keep a recurrent state, which is no "
+                f"sequence of keys and values and does not fit the blocks of a KV cache; supported: {supported}"
+            )
         raise ModelError(f"architecture {name} is not supported; supported: {supported}")
     quantization = raw.get("quantization_config")
     if quantization:
@@ -102,17 +140,22 @@ def decoder_config(config: PreTrainedConfig) -> DecoderConfig:
     Raises:
         ModelError: its activation function is not supported, or its context holds no prompt with an answer.
     """
-    if config.hidden_act not in SUPPORTED_ACTIVATIONS:
-        supported = ", ".join(SUPPORTED_ACTIVATIONS)
-        raise ModelError(f"activation {config.hidden_act!r} is not supported; supported: {supported}")
     model_type = config.model_type
+    is_gemma = model_type == "gemma3_text"
+    activation = config.hidden_activation if is_gemma else config.hidden_act
+    if activation not in SUPPORTED_ACTIVATIONS:
+        supported = ", ".join(SUPPORTED_ACTIVATIONS)
+        raise ModelError(f"activation {activation!r} is not supported; supported: {supported}")
+    if is_gemma:
+        _check_gemma(config)
     attention_bias = bool(getattr(config, "attention_bias", False))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return DecoderConfig(
         architecture=SUPPORTED_ARCHITECTURES[model_type],
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=head_dim,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
@@ -120,12 +163,30 @@ def decoder_config(config: PreTrainedConfig) -> DecoderConfig:
         rms_norm_eps=config.rms_norm_eps,
         has_tied_embeddings=bool(config.tie_word_embeddings),
         # Qwen2 has these biases whatever its configuration says; Mistral never has any.
-        has_qkv_bias=model_type == "qwen2" or (model_type in ("llama", "qwen3") and attention_bias),
-        has_output_bias=model_type in ("llama", "qwen3") and attention_bias,
+        has_qkv_bias=model_type == "qwen2" or (model_type in _WITH_ATTENTION_BIAS and attention_bias),
+        has_output_bias=model_type in _WITH_ATTENTION_BIAS and attention_bias,
         has_mlp_bias=model_type == "llama" and bool(config.mlp_bias),
-        has_qk_norm=model_type == "qwen3",
+        has_qk_norm=model_type in ("qwen3", "gemma3_text"),
+        has_output_norms=is_gemma,
+        norm_offset=float(is_gemma),
+        activation=activation,
+        embedding_scale=float(config.hidden_size**0.5) if is_gemma else 1.0,
+        attention_scale=float((config.query_pre_attn_scalar if is_gemma else head_dim) ** -0.5),
         sliding_windows=_sliding_windows(config),
     )
+
+
+def _check_gemma(config: PreTrainedConfig) -> None:
+    """Refuse what other members of the family do and this package does not compute.
+
+    Raises:
+        ModelError: says what.
+    """
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None) is not None:
+            raise ModelError(f"{name} is {getattr(config, name)}: soft caps of {config.model_type} are not supported")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ModelError("use_bidirectional_attention is set: only causal attention is supported")
 
 
 def _max_position(config: PreTrainedConfig) -> int:
@@ -136,7 +197,7 @@ def _max_position(config: PreTrainedConfig) -> int:
     """
     rope = config.rope_parameters
     longest = int(config.max_position_embeddings)
-    if rope["rope_type"] == "yarn" and rope.get("factor"):
+    if rope.get("rope_type") == "yarn" and rope.get("factor"):
         longest = max(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))
     if longest < 2:
         raise ModelError(f"max_position_embeddings is {longest}: a prompt and an answer need at least 2 positions")

@@ -7,6 +7,7 @@ not look at them.
 import torch
 
 from kvwatch_engine.memory.kv_cache import KVCache
+from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.staging import StagedStep
 from kvwatch_kernels.triton.attention import DeviceBatch, triton_paged_attention
 from kvwatch_kernels.triton.store import triton_rotate_and_store
@@ -15,26 +16,33 @@ from kvwatch_kernels.triton.store import triton_rotate_and_store
 class DeviceAttention:
     """Attention of all layers for one staged step. Engine thread only; everything is enqueued on the current stream."""
 
-    __slots__ = ("_batch", "_cache", "_slots")
+    __slots__ = ("_batches", "_cache", "_places", "_slots")
 
-    def __init__(self, cache: KVCache, staged: StagedStep, max_query_len: int, max_context_len: int) -> None:
+    def __init__(
+        self, cache: KVCache, staged: StagedStep, places: LayerPlaces, max_query_len: int, max_context_len: int
+    ) -> None:
         """Bind a staged step to a cache on the same device.
 
         Args:
             cache: read and written.
             staged: its arrays may be written anew between two runs of a graph.
+            places: where each layer's keys and values lie.
             max_query_len: no sequence has more tokens in this step, nor in any that a graph of it is replayed for.
             max_context_len: no context is longer, likewise.
         """
         self._cache = cache
-        self._slots = staged.slot_mapping
-        self._batch = DeviceBatch(
-            block_tables=staged.block_tables,
-            query_starts=staged.query_starts,
-            context_lens=staged.context_lens,
-            max_query_len=max_query_len,
-            max_context_len=max_context_len,
-        )
+        self._places = places
+        self._slots = [group.slot_mapping for group in staged.groups]
+        self._batches = [
+            DeviceBatch(
+                block_tables=group.block_tables,
+                query_starts=staged.query_starts,
+                context_lens=staged.context_lens,
+                max_query_len=max_query_len,
+                max_context_len=max_context_len,
+            )
+            for group in staged.groups
+        ]
 
     def rotate_and_store(
         self,
@@ -46,12 +54,13 @@ class DeviceAttention:
         eps: float,
     ) -> torch.Tensor:
         """Rotate a layer's queries and keys, write keys and values to the cache; see `StepAttention`."""
-        key_scales, value_scales = self._cache.layer_scales(layer)
+        group, place = self._places.of(layer)
+        key_scales, value_scales = self._cache.layer_scales(place)
         triton_rotate_and_store(
             qkv,
             *angles,
-            *self._cache.layer(layer),
-            self._slots,
+            *self._cache.layer(place),
+            self._slots[group],
             norm_weight=norm_weight,
             eps=eps,
             key_scales=key_scales,
@@ -61,12 +70,13 @@ class DeviceAttention:
 
     def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
         """Attend to what each query may see; see `StepAttention`."""
-        key_scales, value_scales = self._cache.layer_scales(layer)
+        group, place = self._places.of(layer)
+        key_scales, value_scales = self._cache.layer_scales(place)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         triton_paged_attention(
             query,
-            *self._cache.layer(layer),
-            self._batch,
+            *self._cache.layer(place),
+            self._batches[group],
             scale=scale,
             sliding_window=sliding_window,
             key_scales=key_scales,

@@ -19,9 +19,11 @@ import numpy as np
 import torch
 
 from kvwatch_engine.contracts.block import NULL_BLOCK, PAD_SLOT
-from kvwatch_engine.contracts.step import Int64Array, StepInput
+from kvwatch_engine.contracts.model import ModelInfo
+from kvwatch_engine.contracts.step import GroupBlocks, Int64Array, StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.decoder import Decoder, LayerAttention, StepAdapters, StepImages
+from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.staging import StagedStep, StagingSizes, StepStaging
 
 DECODE_BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -34,8 +36,9 @@ _RUNS_BEFORE_CAPTURE: Final = 2
 Replay = Callable[[], torch.Tensor]
 """Runs a captured step and returns its logits, f32[bucket, vocab_size], which the next run overwrites."""
 
-AttentionFactory = Callable[[KVCache, StagedStep, int, int], LayerAttention]
-"""Makes the attention of a staged step from the cache, the step, and bounds of its query and context lengths."""
+AttentionFactory = Callable[[KVCache, StagedStep, LayerPlaces, int, int], LayerAttention]
+"""Makes the attention of a staged step from the cache, the step, the layers' places, and bounds of its query and
+context lengths."""
 
 
 def decode_buckets(max_seqs: int) -> tuple[int, ...]:
@@ -54,20 +57,24 @@ class DeviceForward:
     """Forward passes of one decoder over one cache. Engine thread only."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, max_position: int, attention: AttentionFactory | None = None
+        self, decoder: Decoder, cache: KVCache, model: ModelInfo, attention: AttentionFactory | None = None
     ) -> None:
         """Bind a decoder to a cache on the same device.
 
         Args:
             decoder: the model.
             cache: read and written by every step.
-            max_position: tokens of the longest context.
+            model: tells the longest context, and how the layers are divided into KV groups.
             attention: none means the Triton kernels.
         """
         self._decoder = decoder
         self._cache = cache
         self._attention = attention or _triton_attention()
-        self._max_blocks = min(-(-max_position // cache.spec.block_size), cache.num_blocks - 1)
+        self._places, self._num_groups = LayerPlaces(model.groups), len(model.groups)
+        # A group with a window may have longer tables than the pool has blocks: most entries are null blocks.
+        self._max_blocks = -(-model.max_position // cache.spec.block_size)
+        if any(group.window is None for group in model.groups):
+            self._max_blocks = min(self._max_blocks, cache.num_blocks - 1)
         self._is_cuda = cache.device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         if self._is_cuda:
@@ -90,7 +97,7 @@ class DeviceForward:
         Nothing is written to the cache.
         """
         with self._on_stream():
-            self._make_room(StagingSizes(max_tokens, max_tokens, self._max_blocks))
+            self._make_room(StagingSizes(max_tokens, max_tokens, self._max_blocks, self._num_groups))
             buckets = decode_buckets(max_tokens)
             for bucket in reversed(buckets):  # the largest first: the others fit into its memory
                 self._replays[bucket] = self._captured(bucket)
@@ -140,13 +147,13 @@ class DeviceForward:
         images: StepImages | None = None,
     ) -> torch.Tensor:
         """Return f32[num_sampled, vocab_size] on the device."""
-        attention = self._attention(self._cache, staged, max_query_len, max_context_len)
+        attention = self._attention(self._cache, staged, self._places, max_query_len, max_context_len)
         hidden = self._decoder.hidden_states(staged.token_ids, staged.positions, attention, adapters, images)
         return self._decoder.logits(hidden[staged.sampled])
 
     def _captured(self, bucket: int) -> Replay:
         assert self._staging is not None, "there is room before anything is captured"
-        staged = self._staging.stage(idle_step(bucket), np.arange(bucket, dtype=np.int64), bucket)
+        staged = self._staging.stage(idle_step(bucket, self._num_groups), np.arange(bucket, dtype=np.int64), bucket)
         # A graph serves steps of any lengths, so it is launched for the longest contexts there can be.
         run = partial(self._forward, staged, 1, self._max_blocks * self._cache.spec.block_size)
         if self._stream is None:
@@ -169,9 +176,8 @@ class DeviceForward:
         if self._staging is None or not self._staging.sizes.holds(step):
             have = self._staging.sizes if self._staging is not None else StagingSizes(0, 0, 0)
             num_seqs = len(step.context_lens)
-            self._make_room(
-                StagingSizes(max(have.max_tokens, step.num_tokens), max(have.max_seqs, num_seqs), self._max_blocks)
-            )
+            num_tokens = max(have.max_tokens, step.num_tokens)
+            self._make_room(StagingSizes(num_tokens, max(have.max_seqs, num_seqs), self._max_blocks, self._num_groups))
         assert self._staging is not None, "room was made"
         return self._staging
 
@@ -201,18 +207,23 @@ def _triton_attention() -> AttentionFactory:
     return DeviceAttention
 
 
-def idle_step(num_tokens: int) -> StepInput:
+def idle_step(num_tokens: int, num_groups: int = 1) -> StepInput:
     """Return a step of single-token sequences that writes nothing and samples nothing."""
+    nothing = GroupBlocks(
+        slot_mapping=np.full(num_tokens, PAD_SLOT, dtype=np.int64),
+        block_tables=np.full((num_tokens, 1), NULL_BLOCK, dtype=np.int32),
+    )
     return StepInput(
         step=0,
         token_ids=np.zeros(num_tokens, dtype=np.int64),
         positions=np.zeros(num_tokens, dtype=np.int64),
-        slot_mapping=np.full(num_tokens, PAD_SLOT, dtype=np.int64),
+        slot_mapping=nothing.slot_mapping,
         query_starts=np.arange(num_tokens + 1, dtype=np.int32),
         context_lens=np.ones(num_tokens, dtype=np.int32),
-        block_tables=np.full((num_tokens, 1), NULL_BLOCK, dtype=np.int32),
+        block_tables=nothing.block_tables,
         copy_sources=np.zeros(0, dtype=np.int64),
         copy_destinations=np.zeros(0, dtype=np.int64),
         sample_rows=(),
         sample_indices=np.zeros(0, dtype=np.int64),
+        further_groups=(nothing,) * (num_groups - 1),
     )

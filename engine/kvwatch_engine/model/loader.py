@@ -17,8 +17,9 @@ from kvwatch_engine.model.dtypes import choose_dtype
 from kvwatch_engine.model.fingerprint import weights_fingerprint
 from kvwatch_engine.model.generation import eos_token_ids, read_generation_config, sampling_defaults
 from kvwatch_engine.model.image_encoder import ImageEncoder
+from kvwatch_engine.model.kv_groups import kv_groups
 from kvwatch_engine.model.llava import decoder_name, takes_images, text_config
-from kvwatch_engine.model.rope import rotary_embedding
+from kvwatch_engine.model.rope import rotary_embeddings
 from kvwatch_engine.model.sources import resolve_source
 from kvwatch_engine.model.vision_tower import load_vision_tower
 from kvwatch_engine.model.weights import load_weights, weight_files
@@ -49,7 +50,7 @@ class LoadedModel:
         """
         info = self.info
         return KVCacheSpec(
-            num_layers=info.num_layers,
+            num_layers=max(len(group.layers) for group in info.groups),
             num_kv_heads=info.num_kv_heads,
             head_dim=info.head_dim,
             block_size=block_size,
@@ -98,7 +99,7 @@ def _load(
     config = read_config(found.folder)
     text = text_config(config)
     shape = decoder_config(text)
-    rotary = rotary_embedding(text, shape.head_dim, device)
+    rotaries = rotary_embeddings(text, shape.head_dim, device)
     generation = read_generation_config(found.folder)
     files = weight_files(found.folder)
     # Hashing frees the interpreter, so it runs beside the loading, which mostly waits for memory.
@@ -124,8 +125,9 @@ def _load(
         sampling_defaults=sampling_defaults(generation),
         dtype=choice.name,
         dtype_reason=choice.reason,
+        groups=kv_groups(shape.sliding_windows),
         weights_fingerprint=fingerprint.result(),
         weights_bytes=weights.num_bytes + (encoder.num_bytes if encoder is not None else 0),
         images=encoder.input if encoder is not None else None,
     )
-    return LoadedModel(info, Decoder(shape, weights, rotary), AdapterStore(shape, choice.dtype, device), encoder)
+    return LoadedModel(info, Decoder(shape, weights, rotaries), AdapterStore(shape, choice.dtype, device), encoder)

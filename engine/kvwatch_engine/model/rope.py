@@ -36,13 +36,35 @@ class RotaryEmbedding:
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
 
 
-def rotary_embedding(config: PreTrainedConfig, head_dim: int, device: torch.device | None = None) -> RotaryEmbedding:
-    """Return the rotary embedding of a transformers configuration; `device` is where positions will be, else the CPU.
+def rotary_embeddings(
+    config: PreTrainedConfig, head_dim: int, device: torch.device | None = None
+) -> tuple[RotaryEmbedding, ...]:
+    """Return the rotary embedding of each layer of a transformers configuration; equal ones are one object.
+
+    Args:
+        config: its `rope_parameters` are those of all layers, or of each type of layer.
+        head_dim: elements of a head.
+        device: where positions will be; none means the CPU.
+
+    Raises:
+        ModelError: a rope type is not supported, or rotates only a part of each head.
+    """
+    num_layers = int(config.num_hidden_layers)
+    if "rope_type" in config.rope_parameters:
+        return (rotary_embedding(config, head_dim, device),) * num_layers
+    by_type = {kind: rotary_embedding(config, head_dim, device, kind) for kind in dict.fromkeys(config.layer_types)}
+    return tuple(by_type[kind] for kind in config.layer_types)
+
+
+def rotary_embedding(
+    config: PreTrainedConfig, head_dim: int, device: torch.device | None = None, layer_type: str | None = None
+) -> RotaryEmbedding:
+    """Return the rotary embedding of a transformers configuration, or of one type of its layers.
 
     Raises:
         ModelError: the rope type is not supported, or rotates only a part of each head.
     """
-    parameters = config.rope_parameters
+    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     rope_type = parameters["rope_type"]
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise ModelError(f"rope type {rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")
@@ -50,7 +72,8 @@ def rotary_embedding(config: PreTrainedConfig, head_dim: int, device: torch.devi
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     else:
-        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+        more = {} if layer_type is None else {"layer_type": layer_type}
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), **more)
     if len(frequencies) != head_dim // 2:
         raise ModelError(
             f"rope rotates {2 * len(frequencies)} of {head_dim} dimensions of each head; only whole heads are supported"

@@ -13,6 +13,7 @@ from kvwatch_engine.model.attention import StepAttention, warm_up_attention
 from kvwatch_engine.model.decoder import StepAdapters, StepImages
 from kvwatch_engine.model.devices import free_bytes
 from kvwatch_engine.model.graphs import DeviceForward, idle_step
+from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.loader import LoadedModel
 from kvwatch_engine.model.sampler import sample
 
@@ -32,6 +33,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, kv_cache: KVCache) -> None:
         """Bind a model to its cache, see `rebind`."""
         self._model = model
+        self._places = LayerPlaces(model.info.groups)
         self._device: DeviceForward | None = None
         self._captured_tokens: int | None = None
         self.rebind(kv_cache)
@@ -61,7 +63,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._device = None
         if kv_cache.device.type != "cpu":
-            self._device = DeviceForward(self._model.decoder, kv_cache, self._model.info.max_position)
+            self._device = DeviceForward(self._model.decoder, kv_cache, self._model.info)
             if self._captured_tokens is not None:
                 self._device.capture(self._captured_tokens)
 
@@ -161,7 +163,7 @@ class ModelRunner:
             return
         warm_up_attention(self._kv_cache, info.num_heads, getattr(torch, info.dtype))
         for num_tokens in sorted({min(size, max_tokens) for size in _WARM_UP_TOKENS}):
-            self._forward(idle_step(num_tokens), np.arange(num_tokens, dtype=np.int64))
+            self._forward(idle_step(num_tokens, len(info.groups)), np.arange(num_tokens, dtype=np.int64))
 
     @torch.inference_mode()
     def _forward(self, step: StepInput, sampled: Int64Array) -> torch.Tensor:
@@ -182,7 +184,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         decoder = self._model.decoder
         # torch.tensor copies: it may then not mind that the step's arrays are read-only.
-        attention = StepAttention.of_step(self._kv_cache, step)
+        attention = StepAttention.of_step(self._kv_cache, step, self._places)
         hidden = decoder.hidden_states(
             torch.tensor(step.token_ids), torch.tensor(step.positions), attention, adapters, images
         )

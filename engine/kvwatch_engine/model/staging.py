@@ -1,10 +1,11 @@
 """Brings a step's arrays to the device: laid out in one pinned buffer, carried over by one copy.
 
-    buffer    | token_ids | positions | slot_mapping | sampled | query_starts | context_lens | block_tables |
+    buffer    | token_ids | positions | sampled | slot_mapping | query_starts | context_lens | block_tables |
                 i64, max_tokens each                             i32: max_seqs + 1, max_seqs, max_seqs x max_blocks
 
-Each array has its place for good, so that a captured graph finds the next step's numbers where the last one's were. The
-tables come last: what is behind the last row in use is not carried over. Knows nothing of models and kernels.
+Slot mapping and block tables are there for each KV group. Each array has its place for good, so that a captured graph
+finds the next step's numbers where the last one's were. The tables come last: what is behind the last row in use of the
+last of them is not carried over. Knows nothing of models and kernels.
 """
 
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ class StagingSizes:
     max_seqs: int
     max_blocks: int
     """Blocks of the longest block table."""
+    num_groups: int = 1
+    """KV groups."""
 
     def holds(self, step: StepInput) -> bool:
         """Whether a step has room."""
@@ -41,16 +44,23 @@ class StagingSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class StagedGroup:
+    """Where a step's tokens lie in one KV group, on the device."""
+
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    """i32[num_seqs, max_blocks of the staging area], contiguous."""
+
+
+@dataclass(frozen=True, slots=True)
 class StagedStep:
     """A step's arrays on the device, as `StepInput` describes them. Valid until the next step is staged."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slot_mapping: torch.Tensor
+    groups: tuple[StagedGroup, ...]
     query_starts: torch.Tensor
     context_lens: torch.Tensor
-    block_tables: torch.Tensor
-    """i32[num_seqs, max_blocks of the staging area], contiguous."""
     sampled: torch.Tensor
     """i64[num_sampled]: packed tokens whose logits are wanted."""
 
@@ -65,12 +75,13 @@ class StepStaging:
         """Allocate pinned and device memory for steps of these sizes."""
         self.sizes: Final = sizes
         self._is_cuda = device.type == "cuda"
-        tokens = (np.int64, sizes.max_tokens)
-        arrays = (
-            *(("token_ids", *tokens), ("positions", *tokens), ("slot_mapping", *tokens), ("sampled", *tokens)),
+        tokens: tuple[type[np.signedinteger], int] = (np.int64, sizes.max_tokens)
+        arrays: tuple[tuple[str, type[np.signedinteger], int], ...] = (
+            *(("token_ids", *tokens), ("positions", *tokens), ("sampled", *tokens)),
+            *((f"slot_mapping_{number}", *tokens) for number in range(sizes.num_groups)),
             ("query_starts", np.int32, sizes.max_seqs + 1),
             ("context_lens", np.int32, sizes.max_seqs),
-            ("block_tables", np.int32, sizes.max_seqs * sizes.max_blocks),
+            *((_tables(number), np.int32, sizes.max_seqs * sizes.max_blocks) for number in range(sizes.num_groups)),
         )
         self._places: dict[str, tuple[int, type[np.signedinteger], int]] = {}
         num_bytes = 0
@@ -105,17 +116,17 @@ class StepStaging:
         host = self._next_host_buffer()
         self._write(host, "token_ids", step.token_ids, tokens, 0)
         self._write(host, "positions", step.positions, tokens, 0)
-        self._write(host, "slot_mapping", step.slot_mapping, tokens, PAD_SLOT)
         self._write(host, "sampled", sampled, wanted, 0)
         starts = self._host_array(host, "query_starts")
         starts[: num_seqs + 1] = step.query_starts
         starts[num_seqs + 1 : rows + 1] = np.arange(num_seqs + 1, rows + 1)
         self._write(host, "context_lens", step.context_lens, rows, 1)
-        max_blocks = self.sizes.max_blocks
-        tables = self._host_array(host, "block_tables").reshape(-1, max_blocks)[:rows]
-        tables[:num_seqs, : step.block_tables.shape[1]] = step.block_tables
-        tables[:num_seqs, step.block_tables.shape[1] :] = NULL_BLOCK
-        tables[num_seqs:] = NULL_BLOCK
+        for number, group in enumerate(step.groups):
+            self._write(host, f"slot_mapping_{number}", group.slot_mapping, tokens, PAD_SLOT)
+            tables = self._host_array(host, _tables(number)).reshape(-1, self.sizes.max_blocks)[:rows]
+            tables[:num_seqs, : group.block_tables.shape[1]] = group.block_tables
+            tables[:num_seqs, group.block_tables.shape[1] :] = NULL_BLOCK
+            tables[num_seqs:] = NULL_BLOCK
         self._carry_over(host, rows)
         return self.views(tokens, rows, wanted)
 
@@ -124,10 +135,15 @@ class StepStaging:
         return StagedStep(
             token_ids=self._device_array("token_ids", num_tokens),
             positions=self._device_array("positions", num_tokens),
-            slot_mapping=self._device_array("slot_mapping", num_tokens),
+            groups=tuple(
+                StagedGroup(
+                    self._device_array(f"slot_mapping_{number}", num_tokens),
+                    self._device_array(_tables(number), num_seqs * self.sizes.max_blocks).view(num_seqs, -1),
+                )
+                for number in range(self.sizes.num_groups)
+            ),
             query_starts=self._device_array("query_starts", num_seqs + 1),
             context_lens=self._device_array("context_lens", num_seqs),
-            block_tables=self._device_array("block_tables", num_seqs * self.sizes.max_blocks).view(num_seqs, -1),
             sampled=self._device_array("sampled", num_sampled),
         )
 
@@ -140,7 +156,7 @@ class StepStaging:
         return self._host_buffers[self._turn]
 
     def _carry_over(self, host: torch.Tensor, num_rows: int) -> None:
-        begin, dtype, _ = self._places["block_tables"]
+        begin, dtype, _ = self._places[_tables(self.sizes.num_groups - 1)]
         end = begin + num_rows * self.sizes.max_blocks * np.dtype(dtype).itemsize
         self._device_buffer[:end].copy_(host[:end], non_blocking=True)
         if self._is_cuda:
@@ -161,3 +177,8 @@ class StepStaging:
         begin, dtype, _ = self._places[name]
         end = begin + length * np.dtype(dtype).itemsize
         return self._device_buffer[begin:end].view(torch.int64 if dtype is np.int64 else torch.int32)
+
+
+def _tables(group: int) -> str:
+    """Return the name of a KV group's block tables among the arrays."""
+    return f"block_tables_{group}"

@@ -152,7 +152,7 @@ class _Builder:
             logits = Linear(self._tensors.take("lm_head.weight", table_shape), dtype=self._dtype)
         self._num_bytes += logits.num_bytes
         layers = tuple(self._layer(f"model.layers.{index}.") for index in range(config.num_layers))
-        norm = self._vector("model.norm.weight", config.hidden_size)
+        norm = self._norm("model.norm.weight", config.hidden_size)
         return DecoderWeights(embedding=embedding, layers=layers, norm=norm, logits=logits, num_bytes=self._num_bytes)
 
     def _layer(self, prefix: str) -> LayerWeights:
@@ -163,12 +163,15 @@ class _Builder:
         qkv = [(attention + "q_proj", query_size), (attention + "k_proj", kv_size), (attention + "v_proj", kv_size)]
         gate_up = [(mlp + "gate_proj", config.intermediate_size), (mlp + "up_proj", config.intermediate_size)]
         output, down = [(attention + "o_proj", config.hidden_size)], [(mlp + "down_proj", config.hidden_size)]
+        before_mlp = f"{'pre_feedforward' if config.has_output_norms else 'post_attention'}_layernorm.weight"
         return LayerWeights(
-            attention_norm=self._vector(prefix + "input_layernorm.weight", config.hidden_size),
+            attention_norm=self._norm(prefix + "input_layernorm.weight", config.hidden_size),
             qkv=self._fused(qkv, config.hidden_size, config.has_qkv_bias),
             qk_norm=self._qk_norm(attention) if config.has_qk_norm else None,
             output=self._fused(output, query_size, config.has_output_bias),
-            mlp_norm=self._vector(prefix + "post_attention_layernorm.weight", config.hidden_size),
+            mlp_norm=self._norm(prefix + before_mlp, config.hidden_size),
+            attention_output_norm=self._output_norm(prefix + "post_attention_layernorm.weight"),
+            mlp_output_norm=self._output_norm(prefix + "post_feedforward_layernorm.weight"),
             gate_up=self._fused(gate_up, config.hidden_size, config.has_mlp_bias),
             down=self._fused(down, config.intermediate_size, config.has_mlp_bias),
         )
@@ -185,11 +188,17 @@ class _Builder:
 
     def _qk_norm(self, attention: str) -> torch.Tensor:
         config = self._config
-        query, key = (self._vector(f"{attention}{name}_norm.weight", config.head_dim) for name in "qk")
+        query, key = (self._norm(f"{attention}{name}_norm.weight", config.head_dim) for name in "qk")
         return torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
 
-    def _vector(self, name: str, size: int) -> torch.Tensor:
-        return self._kept(self._tensors.take(name, (size,)), self._dtype)
+    def _output_norm(self, name: str) -> torch.Tensor | None:
+        return self._norm(name, self._config.hidden_size) if self._config.has_output_norms else None
+
+    def _norm(self, name: str, size: int) -> torch.Tensor:
+        """Return a norm's weight; an offset is added before it is rounded to the dtype that is computed in."""
+        weight = self._tensors.take(name, (size,))
+        offset = self._config.norm_offset
+        return self._kept(weight.float() + offset if offset else weight, self._dtype)
 
     def _kept(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a copy, which does not change with the file that the tensor is mapped from, and count it."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvwatch_engine.contracts.cache import most_window_blocks
 from kvwatch_engine.contracts.settings import EngineSettings
-from kvwatch_engine.memory.group_tables import most_window_blocks
 from kvwatch_engine.scheduling.request import Sequence
 
 NS_PER_SECOND = 1_000_000_000

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvwatch_kernels.activation import silu_and_multiply
+from kvwatch_kernels.activation import gelu_tanh_and_multiply, silu_and_multiply
 from kvwatch_kernels.errors import ShapeError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,6 +34,29 @@ def test_silu_of_the_gate_times_up_equals_torchs(width: int, dtype: torch.dtype)
     tolerance = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(gated, composite(before), rtol=tolerance, atol=1e-30)
     assert torch.equal(gate_up, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 16, 33, 2048])
+def test_gelu_of_the_gate_times_up_equals_torchs(width: int, dtype: torch.dtype) -> None:
+    gate_up = random_rows(5, width, dtype)
+
+    gated = gelu_tanh_and_multiply(gate_up)
+
+    gate, up = gate_up.chunk(2, dim=-1)
+    expected = functional.gelu(gate, approximate="tanh") * up
+    # torch subtracts nearly equal numbers where the gate is negative: what is left has an absolute error.
+    tolerance = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(gated, expected, rtol=tolerance, atol=2e-5 if dtype == torch.float32 else 1e-3)
+
+
+def test_gelu_is_right_for_every_size_of_number() -> None:
+    gates = torch.cat([torch.linspace(-12, 87, 40_001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1e30, -1e4])])
+
+    gated = gelu_tanh_and_multiply(torch.stack((gates, torch.ones_like(gates)), dim=1))[:, 0]
+
+    expected = functional.gelu(gates.double(), approximate="tanh")
+    torch.testing.assert_close(gated.double(), expected, rtol=2e-6, atol=1e-9)
 
 
 def test_bfloat16_rounds_the_activation_before_it_is_multiplied() -> None:

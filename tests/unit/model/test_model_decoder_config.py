@@ -21,7 +21,23 @@ def folder_with(tmp_path: Path, config: object) -> Path:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}, "Gemma3ForCausalLM is not supported"),
+        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM is not supported"),
+        (
+            {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
+            "Gemma3ForConditionalGeneration is not supported",
+        ),
+        (
+            {"model_type": "bamba", "architectures": ["BambaForCausalLM"]},
+            "BambaForCausalLM is not supported: some of its layers keep a recurrent state",
+        ),
+        (
+            {"model_type": "jamba", "architectures": ["JambaForCausalLM"]},
+            "JambaForCausalLM is not supported: some of its layers keep a recurrent state, which",
+        ),
+        (
+            {"model_type": "brand_new", "architectures": ["NewForCausalLM"], "mamba_d_state": 16},
+            "NewForCausalLM is not supported: some of its layers keep a recurrent state",
+        ),
         ({"model_type": "no_such_model"}, "of model type 'no_such_model' is not supported; supported: LlamaForCaus"),
         ({}, "of model type None is not supported"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not"),
@@ -42,7 +58,7 @@ def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_activations_are_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="activation 'gelu' is not supported; supported: silu"):
+    with pytest.raises(ModelError, match="activation 'gelu' is not supported; supported: silu, gelu_pytorch_tanh"):
         decoder_config(LlamaConfig(hidden_act="gelu"))
 
 
