@@ -10,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvwatch.telemetry.events import PoolRebuilt
 from kvwatch.telemetry.events.block import ReleaseReason
 from kvwatch.telemetry.log import EventLog
-from kvwatch_engine.contracts.block import NULL_BLOCK
+from kvwatch_engine.contracts.block import NULL_BLOCK, BlockHash
 from kvwatch_engine.memory.block_hash import HashChain, hash_in_group
 from kvwatch_engine.memory.block_pool import Owner
+from kvwatch_engine.memory.pins import PrefixPins
 
 BLOCK_SIZE = 3
 MAX_CHUNK = 12
@@ -57,7 +58,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
             num_blocks, BLOCK_SIZE, self.log, windows, enable_prefix_cache=enable, max_chunk=MAX_CHUNK
         )
         self.pool = self.manager.pool
-        self.ledger = LedgerFollower(self.log, lambda: snapshot_of(self.manager, self.log))
+        self.pins = PrefixPins(self.pool, self.log)
+        self.ledger = LedgerFollower(self.log, lambda: snapshot_of(self.manager, self.log, self.pins))
         self.sequences: dict[Owner, NaiveSequence] = {}
         self.memory: dict[int, tuple[int, int]] = {}  # group and token of each slot
         self.contents: dict[bytes, list[tuple[int, int]]] = {}  # of every block hash that was ever computed
@@ -157,9 +159,36 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free == free_before + alone
         del self.sequences[owner]
 
+    @precondition(lambda self: any(self.pool.hashes))
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def pin(self, data: st.DataObject, count: int) -> None:
+        """Pinned content stays: free blocks get fewer by those that nobody used."""
+        known = sorted(content for content in self.pool.hashes if content is not None)
+        hashes = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=count, unique=True))
+        idle = {content for content in hashes if content not in self.pool.pinned and not self._is_used(content)}
+        used, cached, free = self.pool.num_used, self.pool.num_cached, self.pool.num_free
+        self.pins.add(hashes, 0, "test", "")
+        assert (self.pool.num_used, self.pool.num_cached) == (used, cached)
+        assert self.pool.num_free == free - len(idle)
+
+    @precondition(lambda self: len(self.pins) > 0)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        pin = data.draw(st.sampled_from(self.pins.all()))
+        self.pins.remove(pin, "asked", "test", "")
+
+    @invariant()
+    def what_is_pinned_is_here(self) -> None:
+        if hasattr(self, "pins"):
+            pinned = {content for pin in self.pins.all() for content in pin.hashes}
+            assert pinned == self.pool.pinned.keys()
+            assert pinned <= set(self.pool.hashes)
+
     @rule()
     def clear_cache(self) -> None:
         cached = self.pool.num_cached
+        self.pins.remove_all("reset", "test", "")
+        assert self.pool.num_cached == cached
 
         assert self.pool.clear_cache() == cached
 
@@ -169,6 +198,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def resize(self, num_blocks: int) -> None:
         """Shrink or grow; what is held stays, what is cached as far as it fits, least recently used evicted first."""
         used, cached = self.pool.num_used, self.pool.num_cached
+        used += self.pool.num_idle_pinned
+        cached -= self.pool.num_idle_pinned
         in_order = [self.pool.hashes[block] for block in self.pool._free.cached()]
 
         plan = self.pool.plan_resize(num_blocks)
@@ -186,7 +217,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.manager.resize(plan)
         if self.log.active:
             self.log.append(PoolRebuilt(0, num_blocks, "resized", 0, 0))
-        assert (self.pool.num_blocks, self.pool.num_used) == (num_blocks, used)
+        assert (self.pool.num_blocks, self.pool.num_used + self.pool.num_idle_pinned) == (num_blocks, used)
         left = min(cached, num_blocks - 1 - used)
         assert [self.pool.hashes[block] for block in self.pool._free.cached()] == in_order[cached - left :]
         assert all(len(column) == num_blocks for column in (self.pool.ref_counts, self.pool.hashes))
@@ -262,6 +293,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
         assert self.pool.num_cached + self.pool.num_empty == self.pool.capacity
 
     # ------------------------------------------------------------------ parts
+
+    def _is_used(self, content: BlockHash) -> bool:
+        block = self.pool.find(content)
+        return block is not None and self.pool.ref_counts[block] > 0
 
     def _any_sequence(self, data: st.DataObject) -> Owner:
         return data.draw(st.sampled_from(sorted(self.sequences)))

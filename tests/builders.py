@@ -20,6 +20,7 @@ from kvwatch_engine.core import EngineCore
 from kvwatch_engine.memory.block_hash import root_hash
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import BlockPool
+from kvwatch_engine.memory.pins import PrefixPins
 
 ROOT = root_hash([])
 _GROUP_BITS = 32
@@ -258,6 +259,7 @@ def assert_same_state(rebuilt: EngineSnapshot, engine: EngineSnapshot) -> None:
     assert rebuilt.seq == engine.seq
     assert [_without_empty(tier) for tier in rebuilt.tiers] == [_without_empty(tier) for tier in engine.tiers]
     assert _tables(rebuilt) == _tables(engine)
+    assert rebuilt.pins == engine.pins
     assert {t.transfer: t for t in rebuilt.transfers} == {t.transfer: t for t in engine.transfers}
     assert {r.request: (r.state, r.queued_ns) for r in rebuilt.requests} == {
         r.request: (r.state, r.queued_ns) for r in engine.requests
@@ -275,7 +277,7 @@ def _without_empty(tier: TierState) -> TierState:
     return structs.replace(tier, block_groups=groups)
 
 
-def snapshot_of(manager: BlockManager, log: EventLog) -> EngineSnapshot:
+def snapshot_of(manager: BlockManager, log: EventLog, pins: PrefixPins | None = None) -> EngineSnapshot:
     """Return the snapshot of a manager that belongs to no engine."""
     return EngineSnapshot(
         seq=log.head,
@@ -290,6 +292,7 @@ def snapshot_of(manager: BlockManager, log: EventLog) -> EngineSnapshot:
         sequences=manager.to_states(),
         requests=[],
         groups=[GroupState(GROUPS[each.number], 1, each.window) for each in manager.groups],
+        pins=pins.to_states() if pins is not None else [],
     )
 
 

@@ -196,8 +196,10 @@ class DictTiers:
         assert seconds > 0
         return bool(self.in_flight)
 
-    def clear(self) -> None:
+    def clear(self) -> dict[str, int]:
+        num_cleared = len(self.prefixes)
         self.prefixes.clear()
+        return {"host": num_cleared}
 
     def lay_out(self, layout: BlockLayout) -> None:  # noqa: ARG002
         assert not self.in_flight

@@ -79,6 +79,8 @@ class Oracle:
         _around(pool, "store", self._store)
         _around(pool, "_evict", self._evict)
         _around(pool, "clear_cache", self._clear)
+        _around(pool, "pin", self._pin)
+        _around(pool, "unpin", self._pin)
         _around(manager, "open", self._open)
         _around(lifecycle, "queue", self._queue)
         _around(lifecycle, "fail_allocation", self._fail_allocation)
@@ -122,8 +124,15 @@ class Oracle:
         self._note_free()
 
     def _store(self, call: Callable[..., Any], blocks: Any, hashes: list[BlockHash], *more: Any) -> None:
-        self.add(m.KV_BLOCK_STORES, sum(self.core.manager.pool.find(content) is None for content in hashes), "device")
+        num_new = sum(self.core.manager.pool.find(content) is None for content in hashes)
+        self.add(m.KV_BLOCK_STORES, num_new, "device")
+        if num_new < len(hashes):
+            self.add(m.PREFIX_CACHE_DUPLICATE_BLOCKS, len(hashes) - num_new, "device")
         call(blocks, hashes, *more)
+
+    def _pin(self, call: Callable[..., Any], hashes: Any) -> None:
+        call(hashes)
+        self._note_free()
 
     def _evict(self, call: Callable[..., Any], count: int, beneficiary: str, reason: str) -> Any:
         hashes = list(self.core.manager.pool.hashes)
@@ -141,8 +150,8 @@ class Oracle:
             self.evicted = [some - gone for some in self.evicted]
         return blocks
 
-    def _clear(self, call: Callable[..., Any]) -> Any:
-        cached = call()
+    def _clear(self, call: Callable[..., Any], *by: str) -> Any:
+        cached = call(*by)
         self.evicted = [set(), set()]
         return cached
 
@@ -321,13 +330,16 @@ class Oracle:
         pool, settings, lifecycle = self.core.manager.pool, self.core.settings, self.core.scheduler.lifecycle
         used = [block for block in range(1, pool.num_blocks) if pool.ref_counts[block]]
         cached = [b for b in range(1, pool.num_blocks) if not pool.ref_counts[b] and pool.hashes[b] is not None]
+        kept = {content for pin in self.core.pins.all() for content in pin.hashes}
+        pinned = [block for block in range(1, pool.num_blocks) if pool.hashes[block] in kept]
         size, capacity = settings.block_size, pool.num_blocks - 1
         reasons = Counter(self._reasons())
         queue = [each.queued_ns for each in (*lifecycle.waiting, *lifecycle.arriving)]
         found: dict[Key, float | None] = {
             (m.KV_BLOCK_CAPACITY, ("device",)): capacity,
             (m.KV_BLOCKS, ("device", "", "empty")): capacity - len(used) - len(cached),
-            (m.KV_FREE_BLOCKS, ("device",)): capacity - len(used),
+            (m.KV_FREE_BLOCKS, ("device",)): capacity - len({*used, *pinned}),
+            (m.KV_PINNED_BLOCKS, ("device",)): len(pinned),
             (m.KV_USAGE_RATIO, ("device",)): len(used) / capacity,
             (m.KV_WATERMARK_BLOCKS, ("device",)): settings.watermark_blocks,
             (m.KV_ORPHANED_BLOCKS, ("device",)): 0,

@@ -13,6 +13,7 @@ from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, Refusal, RequestOrigin
 from kvwatch_engine.contracts.sampling import BeamParams, SamplingParams
 from kvwatch_engine.contracts.step import Int64Array, StepInput, StepResult
+from kvwatch_engine.prefixes import PrefixDesk
 from kvwatch_engine.scheduling.policy import most_blocks
 
 STEP_NS = (0, 1_000_000, 20_000_000, 300_000_000, 2_000_000_000)
@@ -73,6 +74,7 @@ class RandomLoad:
         self.oracle = Oracle(self.core)
         self.mirror = Mirror(self.clock, 0)
         self.mirror.load(self.core.snapshot())
+        self.desk = PrefixDesk(self.core)
         self.num_submitted = 0
 
     def turn(self) -> None:
@@ -113,11 +115,13 @@ class RandomLoad:
         self.clock.advance(random.choice(PAUSE_SECONDS))
         self.log.begin(core.num_steps)
         live = core.live_request_ids()
-        kind = random.choice(["abort", "abort", "abort all", "stop", "fail", "out of memory", "reset", "resize"])
+        kind = random.choice(
+            ["abort", "abort", "abort all", "stop", "fail", "out of memory", "reset", "resize", "pin", "unpin"]
+        )
         model = core._executor
         assert isinstance(model, TimedModel)
-        if kind == "reset":
-            core.manager.pool.clear_cache()
+        if kind in ("reset", "pin", "unpin"):
+            self.change_prefixes(kind)
         elif kind == "resize":
             with suppress(ChangeRefused, ChangeFailed):
                 core.resize(core.prepare_resize(random.randint(1, 60) + 12 * (len(core.settings.groups) - 1)))
@@ -132,6 +136,18 @@ class RandomLoad:
             core.abort(random.choice(live), FinishReason.ABORT)
         elif live:
             core.stop_sequence(random.choice(live), random.randint(0, 2))
+
+    def change_prefixes(self, kind: str) -> None:
+        """Reset the cache, pin the beginning of what some request has computed, or end a pin."""
+        desk, live, pins = self.desk, self.core.live_request_ids(), self.desk.pins()
+        if kind == "reset":
+            desk.reset(unpin=True, actor="", reason="")
+        elif kind == "pin" and live:
+            name, length, accepted = self.random.choice(live), self.random.randint(1, 24), self.core.accepted()
+            with suppress(ChangeRefused):
+                desk.prepare_pin_of(name, length, accepted, actor="", reason="")[1]()
+        elif pins:
+            desk.prepare_unpin(self.random.choice(pins).pin, actor="", reason="")[1]()
 
     def differences(self) -> list[str]:
         """Bring the mirror up to date and compare its view with the engine, exactly."""

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from slot_store import SlotStore
 from tier_faults import SteppedWorker
 
+from kvwatch.control import PrefixScope
 from kvwatch.errors import ChangeFailed, ChangeRefused
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, SequenceOutput
@@ -23,6 +24,7 @@ from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.tiers.block_file import StoreIdentity
 from kvwatch_engine.memory.tiers.tiers import Machine, MemoryTiers, TierSettings
 from kvwatch_engine.memory.tiers.worker import Mover
+from kvwatch_engine.prefixes import PrefixDesk
 from kvwatch_engine.scheduling.policy import most_blocks
 from kvwatch_engine.scheduling.request import Request, RequestState
 
@@ -141,6 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             protect_after_preemptions=policies[4],
             make_tiers=None if tiers is None else lambda manager: self.make_tiers(manager, tiers),
         )
+        self.desk = PrefixDesk(self.core)
         self.admitted: dict[str, Request] = {}
         self.ledger = LedgerFollower(self.log, self.core.snapshot)
         self.expected: dict[tuple[str, int], list[int]] = {}
@@ -245,15 +248,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         if self.num_in_flight:
             return  # the engine asks again when the transfers have ended
-        used, watermark = self.core.manager.pool.num_used, self.core.settings.watermark_blocks
+        pool, settings = self.core.manager.pool, self.core.settings
+        pinned, watermark = settings.num_pinned_blocks, settings.watermark_blocks
+        least = max([pool.num_used + pool.num_idle_pinned, *(each + pinned for each in [watermark + 1, *needed])])
+        is_possible = least <= num_blocks - 1 and pinned <= int(settings.max_pinned_ratio * (num_blocks - 1))
         try:
             self.core.resize(self.core.prepare_resize(num_blocks))
         except ChangeRefused:
-            assert max([used, watermark + 1, *needed]) > num_blocks - 1
+            assert not is_possible
             after = self.core.snapshot()
             assert (after.tiers, after.sequences, after.config) == (before.tiers, before.sequences, before.config)
         else:
-            assert max([used, watermark + 1, *needed]) <= num_blocks - 1
+            assert is_possible
             assert self.core.snapshot().config["num_blocks"] == num_blocks
 
     @rule(block_size=st.sampled_from([1, 2, 3, 4, 8]), is_copied=st.booleans())
@@ -277,6 +283,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert (self.core.manager.block_size, self.core.settings.block_size) == (block_size, block_size)
 
+    @rule(kind=st.sampled_from(["prompt", "request", "unpin"]), pick=st.integers(0, 10_000), length=st.integers(1, 30))
+    def pin(self, kind: str, pick: int, length: int) -> None:
+        """Pin what is there, by tokens or by request, or end a pin; refused, it changes nothing."""
+        names = sorted(self.prompts)
+        before = self.core.snapshot()
+        try:
+            if kind == "unpin":
+                pins = self.desk.pins()
+                name = pins[pick % len(pins)].pin if pins else "none"
+                _, carry_out = self.desk.prepare_unpin(name, actor="test", reason="")
+            elif kind == "request" or not names:
+                name = names[pick % len(names)] if names else "none"
+                _, carry_out = self.desk.prepare_pin_of(name, length, self.core.accepted(), actor="test", reason="")
+            else:
+                tokens = self.prompts[names[pick % len(names)]][:length]
+                scope = PrefixScope()
+                _, carry_out = self.desk.prepare_pin(tokens, scope, self.core.accepted(), actor="test", reason="")
+            carry_out()
+        except ChangeRefused:
+            after = self.core.snapshot()
+            assert (after.tiers, after.pins, after.config) == (before.tiers, before.pins, before.config)
+        pool, settings = self.core.manager.pool, self.core.settings
+        assert len(pool.pinned) == settings.num_pinned_blocks <= settings.max_pinned_blocks
+
     @rule(count=st.integers(1, 12), seconds=st.sampled_from([0.0, 0.0, 0.01, 0.4]))
     def step(self, count: int, seconds: float) -> None:
         for _ in range(count):
@@ -292,7 +322,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         """One rule for all that ends things early, so that most of the time things go on."""
         live = self.core.live_request_ids()
         if kind == "reset":
-            self.core.manager.pool.clear_cache()
+            before = self.core.log.clock.monotonic_ns()
+            reset = self.desk.reset(unpin=True, actor="test", reason="")
+            assert self.core.manager.pool.num_cached == 0
+            assert (reset.time_ns, self.desk.pins()) == (before, [])
+            self.clock.advance(0.001)
         elif kind == "pause":
             pause = self.core.scheduler.admission.pause
             pause.begin(pick % 7 * 0.1, "test", "") if pick % 2 else pause.end("test", "")

@@ -7,12 +7,13 @@
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import structlog
 
 from kvwatch.errors import ChangeRefused
 from kvwatch.telemetry.events import OutOfMemory, RequestRejected, StepFailed
-from kvwatch.telemetry.events.block import GROUPS
+from kvwatch.telemetry.events.block import GROUPS, UnpinCause
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot, GroupState, RequestState
 from kvwatch_engine.contracts.adapter import LoadId
@@ -26,6 +27,7 @@ from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.memory.block_hash import HashChain, MultimodalItem, root_hash, sequence_keys
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import BlockPool
+from kvwatch_engine.memory.pins import PrefixPins
 from kvwatch_engine.resize import AcceptedRequest, PoolResizer, PreparedResize
 from kvwatch_engine.scheduling.beam_search import BeamSearch
 from kvwatch_engine.scheduling.policy import deadline_of, rank_of
@@ -84,7 +86,9 @@ class EngineCore:
             emit_token_ids=settings.emit_token_ids,
             windows=settings.windows,
             max_chunk=settings.max_chunk,
+            is_strict=settings.is_prefix_cache_strict,
         )
+        self.pins = PrefixPins(pool, log)
         self.tiers = make_tiers(self.manager) if make_tiers is not None else None
         self.scheduler = Scheduler(settings, self.manager, log, self.tiers)
         self._resizer = PoolResizer(self.manager, memory, log) if memory is not None else None
@@ -183,6 +187,20 @@ class EngineCore:
             self._log.begin(self._num_steps)
             pause.end_if_over()
 
+    def root_of(self, cache_salt: str, tenant_salt: str, adapter: bytes = b"") -> BlockHash:
+        """Return the parent of the first block of requests with these keys."""
+        settings = self.settings
+        return root_hash(
+            sequence_keys(
+                settings.block_size,
+                settings.weights_fingerprint,
+                cache_salt=cache_salt,
+                tenant_salt=tenant_salt,
+                adapter=adapter,
+                groups=repr(settings.groups).encode() if len(settings.groups) > 1 else b"",
+            )
+        )
+
     def live_request_ids(self) -> list[str]:
         """Return the ids of all requests that have not ended."""
         return [request.request_id for request in self.scheduler.lifecycle.requests()]
@@ -236,6 +254,12 @@ class EngineCore:
         """Follow settings whose blocks pool and memory have already."""
         self._block_bytes = block_bytes
         self.adopt(settings)
+
+    def end_pins(self, cause: UnpinCause, actor: str, reason: str) -> int:
+        """End all pins of prefixes; return how many there were."""
+        num_ended = self.pins.remove_all(cause, actor, reason)
+        self.adopt(replace(self.settings, num_pinned_blocks=0))
+        return num_ended
 
     @contextmanager
     def vital(self) -> Iterator[None]:
@@ -352,6 +376,7 @@ class EngineCore:
             config_drift=dict(self.config_drift),
             transfers=self.tiers.transfers() if self.tiers is not None else [],
             last_step_ns=self._last_step_ns,
+            pins=self.pins.to_states(),
             groups=_group_states(settings),
         )
 
@@ -375,19 +400,13 @@ class EngineCore:
     def chain_of(self, source: GenerationRequest | Request) -> HashChain:
         """Return the hash chain of a request's prompt, for blocks of the present size."""
         images = [MultimodalItem(each.position, each.num_tokens, each.image.content_hash) for each in source.images]
-        return HashChain(self._root(source), self.settings.block_size, images)
+        return HashChain(self._root_of(source), self.settings.block_size, images)
 
-    def _root(self, source: GenerationRequest | Request) -> BlockHash:
-        return root_hash(
-            sequence_keys(
-                self.settings.block_size,
-                self.settings.weights_fingerprint,
-                cache_salt=source.cache_salt,
-                tenant_salt=source.tenant_salt,
-                adapter=source.load_id.encode() if source.load_id is not None else b"",
-                groups=repr(self.settings.groups).encode() if len(self.settings.groups) > 1 else b"",
-            )
-        )
+    def _root_of(self, source: GenerationRequest | Request) -> BlockHash:
+        if isinstance(source, Request) and source.own_root is not None:
+            return source.own_root
+        adapter = source.load_id.encode() if source.load_id is not None else b""
+        return self.root_of(source.cache_salt, source.tenant_salt, adapter)
 
 
 def _group_states(settings: EngineSettings) -> list[GroupState]:

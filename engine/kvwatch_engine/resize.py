@@ -126,9 +126,11 @@ class PoolResizer:
         pool = self._manager.pool
         plan = pool.plan_resize(num_blocks)
         if plan is None:
+            num_held = pool.num_used + pool.num_idle_pinned
+            holders = "running requests and pinned prefixes" if pool.pinned else "running requests"
             raise ChangeRefused(
-                f"running requests hold {pool.num_used} blocks, but a pool of {num_blocks} has {num_blocks - 1} beside "
-                f"the null block; ask for at least {pool.num_used + 1}, or wait until some have ended"
+                f"{holders} hold {num_held} blocks, but a pool of {num_blocks} has {num_blocks - 1} beside the null "
+                f"block; ask for at least {num_held + 1}, or wait until some have ended"
             )
         return plan
 
@@ -155,16 +157,22 @@ def check_limits(wanted: EngineSettings) -> None:
         raise ChangeRefused(
             f"a pool of {wanted.num_blocks} blocks holds nothing, since block 0 is reserved; ask for at least 2"
         )
-    if wanted.watermark_blocks >= wanted.num_blocks - 1:
+    if wanted.num_pinned_blocks > wanted.max_pinned_blocks:
+        raise ChangeRefused(
+            f"{wanted.num_pinned_blocks} blocks are pinned, but a pool of {wanted.num_blocks} may have at most "
+            f"{wanted.max_pinned_blocks}; unpin some, or ask for more blocks"
+        )
+    if wanted.watermark_blocks >= wanted.num_usable_blocks:
+        least = wanted.watermark_blocks + wanted.num_pinned_blocks + 2
         raise ChangeRefused(
             f"the watermark keeps {wanted.watermark_blocks} blocks free, but a pool of {wanted.num_blocks} has "
-            f"{wanted.num_blocks - 1} beside the null block; ask for at least {wanted.watermark_blocks + 2}"
+            f"{wanted.num_usable_blocks} beside the null block and pinned ones; ask for at least {least}"
         )
 
 
 def check_worst_cases(wanted: EngineSettings, live: Iterable[AcceptedRequest]) -> None:
     """Refuse a pool in which a request that was accepted could not end: it would wait for ever."""
-    capacity = wanted.num_blocks - 1
+    capacity = wanted.num_usable_blocks
     for request in live:
         sampling = request.sampling
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -172,5 +180,6 @@ def check_worst_cases(wanted: EngineSettings, live: Iterable[AcceptedRequest]) -
         if needed > capacity:
             raise ChangeRefused(
                 f"request {request.request_id} may need {needed} blocks, but a pool of {wanted.num_blocks} has "
-                f"{capacity} beside the null block; ask for at least {needed + 1}, or wait until it has ended"
+                f"{capacity} beside the null block and {wanted.num_pinned_blocks} pinned ones; ask for at least "
+                f"{needed + wanted.num_pinned_blocks + 1}, or wait until it has ended"
             )

@@ -34,6 +34,7 @@ from kvwatch_engine.contracts.adapter import DEFAULT_MAX_ADAPTERS, DEFAULT_MAX_R
 from kvwatch_engine.contracts.cache import KVCacheSpec, KVDtype, KVGroup
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.settings import EngineSettings, PreemptionMode, VictimPolicy
+from kvwatch_engine.contracts.tenant import tenant_salt
 from kvwatch_engine.engine import Engine
 from kvwatch_engine.live import LiveEngine, RebuildLimits
 from kvwatch_engine.memory.sizing import default_num_blocks, most_blocks_of_sequence, parse_watermark, watermark_ratio
@@ -119,6 +120,12 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
         float, setting("A transfer between tiers that takes longer has failed: recompute.", minimum=0.01)
     ] = DEFAULT_TRANSFER_SECONDS
     prefix_cache: Annotated[bool, setting("Reuse the blocks of known prefixes.")] = True
+    strict_prefix_cache: Annotated[
+        bool, setting("Keep the token ids of stored blocks and compare them on a hit; not with tiers.")
+    ] = False
+    max_pinned_ratio: Annotated[
+        float, setting("Part of the pool that pinned prefixes may take.", minimum=0, maximum=0.95)
+    ] = 0.5
     lora: Annotated[
         tuple[str, ...], setting("LoRA adapter as NAME=DIR, in PEFT's format, served as model NAME; repeatable.")
     ] = ()
@@ -232,7 +239,11 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
         dispatcher = OutputDispatcher()
         engine = _make_engine(settings, tiers, model, log, dispatcher)
         rebuilds = RebuildLimits(settings.max_rebuild_pause, settings.rebuild_cooldown)
-        control = LiveEngine(engine, rebuilds if settings.allow_rebuild else None)
+        control = LiveEngine(
+            engine,
+            rebuilds if settings.allow_rebuild else None,
+            salt_of=api_keys.salt_of if api_keys is not None else tenant_salt,
+        )
         subject = Subject(
             log,
             control,
@@ -374,6 +385,8 @@ def make_engine_settings(
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=settings.max_queued_tokens,
         enable_prefix_cache=settings.prefix_cache,
+        is_prefix_cache_strict=settings.strict_prefix_cache,
+        max_pinned_ratio=settings.max_pinned_ratio,
         weights_fingerprint=model.weights_fingerprint,
         kv_dtype=settings.kv_dtype,
         eos_token_ids=model.eos_token_ids,

@@ -50,6 +50,11 @@ class TierFlags(Protocol):
         ...
 
     @property
+    def strict_prefix_cache(self) -> bool:
+        """Whether token ids are compared on a hit."""
+        ...
+
+    @property
     def preemption_mode(self) -> str:
         """What becomes of K/V whose blocks are taken."""
         ...
@@ -72,6 +77,11 @@ def tier_settings(flags: TierFlags) -> TierSettings:
         bytes_per_second=_bandwidth(flags.swap_bandwidth),
         transfer_seconds=flags.transfer_seconds,
     )
+    if flags.strict_prefix_cache and settings.has_tiers:
+        raise ConfigError(
+            "--strict-prefix-cache compares token ids, which tiers do not keep; leave it out, or --host-memory and "
+            "--disk-dir"
+        )
     free = free_memory_bytes()
     if settings.host_bytes > free:
         raise ConfigError(

@@ -13,7 +13,7 @@ obey the law: a ledger that applies them finds nothing wrong. Pool: 8 blocks of 
              out anew
     a minute passes
     step 6   admission is paused, the watermark changed and changed back; the engine drains; `d` runs with two
-             sequences, `e` waits, `f` has come and gone: the last view is of a busy engine
+             sequences, `e` waits, `f` has come and gone, its block is pinned: the last view is of a busy engine
     the end  `d` and `e` are aborted, the engine stops (`play_end`)
 """
 
@@ -251,6 +251,7 @@ def _step_4() -> Iterator[Event]:
     yield _allocated("b", [8, 3], "prefill")
     yield ev.RequestResumed(request="b", mode="recompute", away_ns=20 * MS, hit_tokens=12, recompute_tokens=5)
     yield _scheduled(["b"], [6], {8: 4, 3: 2})
+    yield ev.BlocksDuplicated(request="b", sequence=0, block_ids=[8], originals=[2])
     yield ev.EngineStalled(stuck_ns=31_000 * MS, num_running=1, num_waiting=0)
     yield ev.RequestRecovered(request="b", recompute_ns=20 * MS)
     yield _completed((5, 1, 2, 5), (1, 0), recomputed=5, inter_token={40 * MS: 1})
@@ -335,6 +336,7 @@ def _step_6() -> Iterator[Event]:
     yield ev.RequestQueued(request="f", prompt_tokens=4, num_sequences=1, queued_ns=START_NS + PAUSE_NS + 100 * MS)
     yield ev.RequestQueued(request="e", prompt_tokens=5, num_sequences=1, queued_ns=START_NS + PAUSE_NS + 100 * MS)
     yield ev.DrainStarted(grace_ns=30_000 * MS)
+    yield ev.PrefixMismatched(request="d", block_hash=_hash(99), index=0)
     yield _allocated("d", [2, 1, 5], "prefill")
     yield _admitted("d", 9, 0, 1, regretted_tokens=4)
     yield _allocated("f", [6], "prefill")
@@ -346,6 +348,9 @@ def _step_6() -> Iterator[Event]:
     yield ev.SequenceForked(request="d", parent=0, child=1, num_blocks=3)
     yield ev.FirstToken(request="f", ttft_ns=20 * MS)
     yield ev.BlocksReleased(request="f", sequence=0, block_ids=[6], reason="finished")
+    yield ev.PrefixPinned(pin="pin-1", hashes=[_hash(16)], num_tokens=4, actor="ops", reason="system prompt")
+    yield ev.PrefixPinned(pin="pin-2", hashes=[_hash(11), _hash(16)], num_tokens=8)
+    yield ev.PrefixUnpinned(pin="pin-2", hashes=[_hash(11), _hash(16)], cause="asked", actor="ops")
     yield _finished("f", "stop", prompt=4, generated=1, peak_blocks=1, times_ms=(1, 19, 0, 20))
     yield _completed((3, 1, 4, 6), (1, 1), waiting_for={"sequences": 1}, generated=3)
 

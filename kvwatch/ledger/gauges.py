@@ -111,6 +111,7 @@ def _pressure_gauges(pool: TierPool, ledger: Ledger) -> list[Sample]:
     samples = [Sample(m.KV_TIER_IGNORED_FILES, (pool.tier, reason), n) for reason, n in pool.ignored_files.items()]
     if pool.tier == CHECKED_TIER:
         samples.append(Sample(m.KV_WATERMARK_BLOCKS, (pool.tier,), ledger.limits.watermark_blocks))
+        samples.append(Sample(m.KV_PINNED_BLOCKS, (pool.tier,), pool.num_pinned))
     if len(ledger.pools) > 1:
         samples.append(Sample(m.KV_BLOCKS_IN_TRANSFER, (pool.tier,), ledger.transfers.num_blocks(pool.tier)))
     return samples

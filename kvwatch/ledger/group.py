@@ -35,7 +35,17 @@ class Columns:
     many steps, and putting a step's writes into a dictionary is one call in C. Only used blocks ever wait there.
     """
 
-    __slots__ = ("filled_slots", "groups", "has_groups", "hashes", "num_empty", "ref_counts", "written")
+    __slots__ = (
+        "filled_slots",
+        "groups",
+        "has_groups",
+        "hashes",
+        "num_empty",
+        "num_idle_pinned",
+        "pinned",
+        "ref_counts",
+        "written",
+    )
 
     def __init__(self, state: TierState) -> None:
         self.ref_counts = list(state.ref_counts)
@@ -48,6 +58,10 @@ class Columns:
         self.written: dict[int, int] = {}
         """Filled slots of blocks that were written since somebody looked."""
         self.num_empty = 0
+        self.pinned: dict[bytes, int] = {}
+        """Content that is pinned, and how many pins it has."""
+        self.num_idle_pinned = 0
+        """Blocks that are pinned and not used: cached, and not free."""
 
 
 class GroupPool:
@@ -126,7 +140,7 @@ class GroupPool:
 
     def release(self, event: BlocksReleased) -> None:
         """Each block loses one reference; at none it is cached if it has a hash, else empty."""
-        ref_counts, hashes = self._ref_counts, self._hashes
+        ref_counts, hashes, pinned = self._ref_counts, self._hashes, self._columns.pinned
         for block in event.block_ids:
             left = ref_counts[block] - 1
             if left < 0:
@@ -141,6 +155,8 @@ class GroupPool:
                     self._columns.num_empty += 1
                 else:
                     self.num_cached += 1
+                    if pinned and hashes[block] in pinned:
+                        self._columns.num_idle_pinned += 1
             elif left == 1:
                 self.num_shared -= 1
         self.num_entries -= len(event.block_ids)
@@ -158,22 +174,28 @@ class GroupPool:
 
     def evict(self, event: BlocksEvicted) -> None:
         """Cached blocks become empty."""
+        pinned = self._columns.pinned
         for block in event.block_ids:
             if self._ref_counts[block] or self._hashes[block] is None:
                 self._on_fault(f"block {block} was evicted though it was not cached")
                 continue
+            if pinned and self._hashes[block] in pinned:
+                self._on_fault(f"block {block} was evicted though it is pinned")
             self._hashes[block] = None
             self.num_cached -= 1
         self._columns.num_empty += len(event.block_ids)
 
     def reuse(self, event: BlocksReused) -> None:
         """Blocks with known content get one more reference each and are appended to the table."""
+        pinned = self._columns.pinned
         for block in event.block_ids:
             if self._hashes[block] is None:
                 self._on_fault(f"block {block} was hit by {event.request} though it has no hash")
             if not self._ref_counts[block]:
                 self.num_used += 1
                 self.num_cached -= 1
+                if pinned and self._hashes[block] in pinned:
+                    self._columns.num_idle_pinned -= 1
                 self.num_filled_slots += self._filled_slots[block]
             self._add_reference(block)
         self._table(event.request, event.sequence).extend(event.block_ids)

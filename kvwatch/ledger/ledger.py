@@ -102,7 +102,11 @@ class Ledger:
         sequences = snapshot.sequences
         self._pools = {
             state.tier: TierPool(
-                state, (each for each in sequences if each.tier == state.tier), self._fault, _group_names(snapshot)
+                state,
+                (each for each in sequences if each.tier == state.tier),
+                self._fault,
+                _group_names(snapshot),
+                snapshot.pins if state.tier == CHECKED_TIER else (),
             )
             for state in snapshot.tiers
         }
@@ -272,6 +276,7 @@ class Ledger:
             memory_bytes=dict(self.memory_bytes),
             last_step_ns=self.last_step_ns,
             transfers=self._transfers.to_states(),
+            pins=self._pools[CHECKED_TIER].to_pins(),
             groups=list(self.groups.values()),
         )
 
@@ -289,6 +294,7 @@ class Ledger:
                 ("tables", _tables(mine), _tables(snapshot)),
                 ("requests", _requests(mine), _requests(snapshot)),
                 ("transfers", _transfers(mine), _transfers(snapshot)),
+                ("pins", mine.pins, snapshot.pins),
             ]
             if ours != theirs
         ]
@@ -331,6 +337,8 @@ class Ledger:
             ev.BlocksShared: by_group(GroupPool.share),
             ev.BlocksCopied: by_group(GroupPool.copy),
             ev.CacheCleared: by_tier(TierPool.clear),
+            ev.PrefixPinned: lambda event: pools[CHECKED_TIER].pin(event.pin, event.hashes),
+            ev.PrefixUnpinned: lambda event: pools[CHECKED_TIER].unpin(event.pin),
             ev.BlocksRelocated: by_tier(TierPool.relocate),
             ev.BlocksLaidOut: self._laid_out,
             ev.PoolRebuilt: self._rebuilt,

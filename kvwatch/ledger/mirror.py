@@ -14,14 +14,14 @@ import structlog
 
 from kvwatch.ledger.feeds import Labels
 from kvwatch.ledger.gauges import extremes, gauges
-from kvwatch.ledger.ledger import Ledger
+from kvwatch.ledger.ledger import CHECKED_TIER, Ledger
 from kvwatch.ledger.series import SeriesSettings
 from kvwatch.ledger.store import MetricStore
 from kvwatch.ledger.view import Sample, View
 from kvwatch.ledger.window import RollingMinimum
 from kvwatch.telemetry import metrics
 from kvwatch.telemetry.clock import Clock
-from kvwatch.telemetry.events import BlocksReleased, PoolRebuilt, RequestFinished, StepCompleted
+from kvwatch.telemetry.events import BlocksReleased, PoolRebuilt, PrefixUnpinned, RequestFinished, StepCompleted
 from kvwatch.telemetry.schema import REGISTRY, Event, Metric
 from kvwatch.telemetry.snapshot import EngineSnapshot
 
@@ -146,6 +146,7 @@ class Mirror:
         actions[RequestFinished] += (self._end_stall,)
         actions[PoolRebuilt] += (self._restart_extremes,)
         actions[BlocksReleased] = (self._end_low, *actions[BlocksReleased])
+        actions[PrefixUnpinned] = (self._end_low_of_device, *actions[PrefixUnpinned])
         return actions
 
     def _complete(self, event: StepCompleted) -> None:
@@ -167,8 +168,12 @@ class Mirror:
             self._stalled_since_ns = None
 
     def _end_low(self, event: BlocksReleased) -> None:
-        """Only releases raise the number of free blocks: before one, it is the lowest since the last."""
+        """Only this and the end of a pin raise the number of free blocks: before, it is the lowest since the last."""
         self._lowest_free[event.tier].end_stretch(self.ledger.pools[event.tier].num_free, event.time_ns)
+
+    def _end_low_of_device(self, event: PrefixUnpinned) -> None:
+        """Pins are in the device's pool only."""
+        self._lowest_free[CHECKED_TIER].end_stretch(self.ledger.pools[CHECKED_TIER].num_free, event.time_ns)
 
     def _restart_extremes(self, event: PoolRebuilt) -> None:
         """What was the lowest of another pool says nothing of this one."""

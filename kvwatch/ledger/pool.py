@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvwatch.ledger.group import Columns, GroupPool
 from kvwatch.telemetry.events import BlocksLaidOut, BlocksRelocated, CacheCleared, SequenceForked
 from kvwatch.telemetry.events.block import GROUPS
-from kvwatch.telemetry.snapshot import SequenceState, TierState
+from kvwatch.telemetry.snapshot import PinState, SequenceState, TierState
 
 Int32Column = npt.NDArray[np.int32]
 
@@ -39,7 +39,7 @@ class TierPool:
     Every method that takes an event is O(blocks of the event), unless it says otherwise.
     """
 
-    __slots__ = ("_columns", "_groups", "_on_fault", "capacity", "ignored_files", "tier")
+    __slots__ = ("_columns", "_groups", "_on_fault", "_pins", "capacity", "ignored_files", "tier")
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class TierPool:
         sequences: Iterable[SequenceState],
         on_fault: Callable[[str], None],
         groups: Iterable[str] = (FIRST_GROUP,),
+        pins: Iterable[PinState] = (),
     ) -> None:
         """Begin with what a snapshot says.
 
@@ -55,6 +56,7 @@ class TierPool:
             sequences: its block tables in the tier.
             on_fault: called with a sentence when an event contradicts what is known.
             groups: the KV groups that the engine has, if it says so.
+            pins: its pinned prefixes.
         """
         self._on_fault = on_fault
         self._columns = columns = Columns(state)
@@ -72,6 +74,9 @@ class TierPool:
             mine = (each for each in tables if each.group == name)
             self._groups[name] = GroupPool(name, GROUPS.index(name), columns, mine, on_fault)
         columns.num_empty = self.capacity - self.num_used - self.num_cached
+        self._pins: dict[str, list[bytes]] = {}
+        for pin in pins:
+            self.pin(pin.pin, pin.hashes)
 
     # ------------------------------------------------------------ groups
 
@@ -96,6 +101,8 @@ class TierPool:
         for block in event.block_ids:
             if self._columns.hashes[block] is None or not self._columns.ref_counts[block]:
                 self._on_fault(f"block {block} lost its hash though it was not used and stored")
+        if self._columns.pinned:
+            self._on_fault(f"the cache was cleared though {len(self._columns.pinned)} blocks are pinned")
         self._columns.hashes[:] = [None] * len(self._columns.hashes)
         for group in self._groups.values():
             group.clear()
@@ -147,6 +154,32 @@ class TierPool:
         columns.num_empty += num_blocks - 1 - self.capacity
         self.capacity = num_blocks - 1
 
+    def pin(self, name: str, hashes: list[bytes]) -> None:
+        """Content of the prefix index stays from now on. O(blocks of the tier)."""
+        columns = self._columns
+        if name in self._pins:
+            self._on_fault(f"{name} was pinned twice")
+            return
+        self._pins[name] = list(hashes)
+        for content in hashes:
+            columns.pinned[content] = columns.pinned.get(content, 0) + 1
+        found = set(hashes) & {content for content in columns.hashes if content is not None}
+        if len(found) < len(set(hashes)):
+            self._on_fault(f"{name} pinned content that no block holds")
+        columns.num_idle_pinned = self._count_idle_pinned()
+
+    def unpin(self, name: str) -> None:
+        """A pin ends. O(blocks of the tier)."""
+        columns = self._columns
+        if name not in self._pins:
+            self._on_fault(f"{name} was unpinned though it is no pin")
+            return
+        for content in self._pins.pop(name):
+            columns.pinned[content] -= 1
+            if not columns.pinned[content]:
+                del columns.pinned[content]
+        columns.num_idle_pinned = self._count_idle_pinned()
+
     def fork(self, event: SequenceForked) -> None:
         """In each group the child's table begins as the first entries of the parent's, as many as the event says."""
         request, parent, child = event.request, event.parent, event.child
@@ -187,8 +220,13 @@ class TierPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now: cached and empty ones."""
-        return self.num_cached + self._columns.num_empty
+        """Blocks that can be allocated now: empty ones, and cached ones that are not pinned."""
+        return self.num_cached + self._columns.num_empty - self._columns.num_idle_pinned
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks of pinned prefixes, used or cached."""
+        return len(self._columns.pinned)
 
     @property
     def num_filled_slots(self) -> int:
@@ -259,6 +297,10 @@ class TierPool:
             list(columns.groups) if columns.has_groups else [],
         )
 
+    def to_pins(self) -> list[PinState]:
+        """Return the pinned prefixes in the form of a snapshot."""
+        return [PinState(name, list(hashes)) for name, hashes in self._pins.items()]
+
     def to_sequences(self) -> list[SequenceState]:
         """Return the block tables in the form of a snapshot."""
         return [
@@ -269,6 +311,13 @@ class TierPool:
         ]
 
     # ------------------------------------------------------------ inside
+
+    def _count_idle_pinned(self) -> int:
+        columns = self._columns
+        if not columns.pinned:
+            return 0
+        places = enumerate(columns.hashes)
+        return sum(content in columns.pinned and not columns.ref_counts[block] for block, content in places)
 
     def _states(self) -> Iterator[BlockState]:
         for count, block_hash in zip(self._columns.ref_counts[1:], self._columns.hashes[1:], strict=True):

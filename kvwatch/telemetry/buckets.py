@@ -21,7 +21,8 @@ STEP_SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 )  # fmt: skip
 REBUILD_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60)
-TRANSFER_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+TRANSFER_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10, 60)
+"""Few, since there are four directions: they would be a tenth of the page of an engine that has no tiers."""
 TOKENS = tuple(float(2**i) for i in range(18))
 BLOCKS = tuple(float(2**i) for i in range(17))
 BATCH = tuple(float(2**i) for i in range(11))

@@ -47,7 +47,7 @@ KV_BLOCKS = _gauge(
     action="Many cached blocks are good (they are free memory that may still save work). Used near capacity means pressure.",
 )  # fmt: skip
 KV_FREE_BLOCKS = _gauge(
-    "kv_free_blocks", "Blocks that can be allocated now: cached + empty.", "blocks", ("tier",),
+    "kv_free_blocks", "Blocks that can be allocated now: cached + empty, less what is pinned of the cached ones.", "blocks", ("tier",),
     moves="With kv_blocks.", action="Near kv_watermark_blocks: new requests wait.",
 )  # fmt: skip
 KV_USAGE_RATIO = _gauge(
@@ -61,7 +61,8 @@ KV_FREE_BLOCKS_MIN = _gauge(
     action="0 while kv_free_blocks looks comfortable: bursts between scrapes exhaust the pool.",
 )  # fmt: skip
 KV_USAGE_RATIO_MAX = _gauge(
-    "kv_usage_ratio_max", "Highest usage at any moment of the window; absent until a window was seen.", "ratio",
+    "kv_usage_ratio_max",
+    "Highest usage at any moment of the window, pinned blocks included; absent until a window was seen.", "ratio",
     ("tier", "window"), moves="With kv_free_blocks_min.", aggregate="max",
     action="Judge capacity by this, not by what a scrape happens to see.",
 )  # fmt: skip
@@ -93,6 +94,11 @@ KV_SHARING_SAVED_BLOCKS = _gauge(
 KV_WATERMARK_BLOCKS = _gauge(
     "kv_watermark_blocks", "Blocks kept free when waiting requests are admitted.", "blocks", ("tier",),
     moves="When configured.", action="Raise it when preemptions are frequent.",
+)  # fmt: skip
+KV_PINNED_BLOCKS = _gauge(
+    "kv_pinned_blocks", "Blocks of pinned prefixes, used or cached: they are not evicted.", "blocks", ("tier",),
+    moves="When a prefix is pinned or unpinned.",
+    action="Those that nobody uses are cached and not free: the pool is smaller by them for everybody else.",
 )  # fmt: skip
 KV_BLOCK_SIZE_TOKENS = _gauge(
     "kv_block_size_tokens", "Tokens in one block.", "tokens", moves="When the pool is built.", aggregate="max",
@@ -185,6 +191,15 @@ PREFIX_CACHE_REGRETTED_TOKENS = _counter(
     "Tokens that would have hit, had their blocks not been evicted for want of room; a bounded number of evictions is "
     "remembered.",
     "tokens", moves="At first admission.", action="Large beside the hits: a larger pool would save this work.",
+)  # fmt: skip
+PREFIX_CACHE_DUPLICATE_BLOCKS = _counter(
+    "prefix_cache_duplicate_blocks", "Full blocks whose content another block held already.", "blocks", ("tier",),
+    moves="When several requests compute the same prefix at the same time.",
+    action="Large: send the first of many requests with a common prefix alone, the others a moment later.",
+)  # fmt: skip
+PREFIX_CACHE_MISMATCHES = _counter(
+    "prefix_cache_mismatches", "Blocks that were found and held other tokens than their hash says; strict mode only.", "1",
+    moves="Never, unless there is a defect.", action="Not 0: a defect; keep a recording and report it.",
 )  # fmt: skip
 
 # ---------------------------------------------------------------- pressure

@@ -55,6 +55,14 @@ class GroupState(msgspec.Struct, frozen=True, gc=False):
     """Tokens that a query sees, itself included; none sees all."""
 
 
+class PinState(msgspec.Struct, frozen=True, gc=False):
+    """One pinned prefix."""
+
+    pin: str
+    hashes: list[bytes]
+    """Content that stays, in the device's pool."""
+
+
 class TransferState(msgspec.Struct, frozen=True, gc=False):
     """Blocks on their way between two tiers."""
 
@@ -113,3 +121,5 @@ class EngineSnapshot(msgspec.Struct, frozen=True, gc=False):
     """KV groups in the order of their numbers; empty where there is only group 0."""
     config_drift: dict[str, float] = {}
     """For each setting that can change live: 1 if its live value differs from the declared one, else 0."""
+    pins: list[PinState] = []
+    """Pinned prefixes, the oldest first."""

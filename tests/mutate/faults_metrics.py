@@ -59,7 +59,7 @@ METRICS = (
         name="a-shrunken-pool-is-regretted",
         stands_for="What went when the pool shrank counts as evicted for want of room, since it was that once before.",
         file="engine/kvwatch_engine/memory/block_pool.py",
-        old='        if reason != "pressure":\n            self._forget_evictions(hashes)\n',
+        old='        if reason != "pressure":\n            self._evicted.discard(hashes)\n',
         new="",
         tests=(EVENTS,),
     ),

@@ -29,7 +29,14 @@ def load_embedded() -> LoadedModel:
     return load_model("embedded")
 
 
-def make_core(model: LoadedModel, log: EventLog, *, max_num_seqs: int = 16, num_blocks: int = 2048) -> EngineCore:
+def make_core(
+    model: LoadedModel,
+    log: EventLog,
+    *,
+    max_num_seqs: int = 16,
+    num_blocks: int = 2048,
+    enable_prefix_cache: bool = True,
+) -> EngineCore:
     """Return an engine as `kvwatch serve` builds it, warmed up."""
     settings = EngineSettings(
         num_blocks=num_blocks,
@@ -38,6 +45,7 @@ def make_core(model: LoadedModel, log: EventLog, *, max_num_seqs: int = 16, num_
         max_num_seqs=max_num_seqs,
         max_batch_tokens=256,
         watermark_blocks=num_blocks // 50,
+        enable_prefix_cache=enable_prefix_cache,
         weights_fingerprint=model.info.weights_fingerprint,
         eos_token_ids=model.info.eos_token_ids,
         vocab_size=model.info.vocab_size,

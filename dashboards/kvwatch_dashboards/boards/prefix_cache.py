@@ -83,6 +83,27 @@ _EVICTIONS = Panel(
     kind="stack",
     queries=(Query(f"sum by (reason) ({q.rate(m.KV_BLOCK_EVICTIONS, 'reason')})", "{{reason}}"),),
 )
+_PINNED = Panel(
+    title="Pinned blocks beside free ones",
+    unit="short",
+    queries=(
+        Query(q.gauge(m.KV_PINNED_BLOCKS, tier="device"), f"{ENGINE} pinned"),
+        Query(q.gauge(m.KV_FREE_BLOCKS, tier="device"), f"{ENGINE} free"),
+    ),
+    about="What is pinned is never evicted: the pool is smaller by it for everybody else. Unpin what nobody asks for.",
+)
+_DUPLICATES = Panel(
+    title="Blocks computed twice at the same time",
+    unit="short",
+    queries=(Query(q.rate(m.PREFIX_CACHE_DUPLICATE_BLOCKS)),),
+    about="Many: requests with a common prefix arrive together; send the first of them alone, the others a moment later.",
+)
+_MISMATCHES = Panel(
+    title="Blocks that hold something else",
+    unit="short",
+    queries=(Query(q.increase(m.PREFIX_CACHE_MISMATCHES)),),
+    about="Only with --strict-prefix-cache. Anything but 0 is a defect: keep a recording and report it.",
+)
 
 PREFIX_CACHE = Board(
     uid="kvwatch-prefix-cache",
@@ -92,6 +113,7 @@ PREFIX_CACHE = Board(
     rows=(
         Row("What is found?", (_FLEET, shared.HIT_RATIO, _HITS)),
         Row("What is not found, and why?", (_REGRETTED, _GRANULARITY, _EVICTIONS, _IDLE)),
+        Row("What stays, what is there twice?", (_PINNED, _DUPLICATES, _MISMATCHES)),
         Row("What would more memory save?", (_PREMATURE, _EXTRA, _AWAY)),
         Row("What lies in it?", (_shape("Beginnings", m.KV_PREFIX_ROOTS), _shape("Ends of shared prefixes", m.KV_PREFIX_BRANCHES), _shape("Most popular prefix", m.KV_PREFIX_FAN_OUT_MAX), _shape("Longest prefix", m.KV_PREFIX_DEPTH_MAX))),
     ),

@@ -49,6 +49,12 @@ class EngineSettings:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_048_576
     enable_prefix_cache: bool = True
+    is_prefix_cache_strict: bool = False
+    """Keep the token ids of stored blocks and compare them on a hit."""
+    num_pinned_blocks: int = 0
+    """Blocks of pinned prefixes, which nobody else can have."""
+    max_pinned_ratio: float = 0.5
+    """Part of the pool that may be pinned."""
     weights_fingerprint: str = ""
     """Part of every block hash: K/V of different weights are never confused."""
     eos_token_ids: tuple[int, ...] = ()
@@ -68,6 +74,16 @@ class EngineSettings:
         """Most tokens of one sequence in one step."""
         return min(self.max_prefill_chunk or self.max_batch_tokens, self.max_batch_tokens)
 
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that requests can have at most: all but the null block and those that are pinned."""
+        return self.num_blocks - 1 - self.num_pinned_blocks
+
+    @property
+    def max_pinned_blocks(self) -> int:
+        """Blocks that may be pinned at most."""
+        return int(self.max_pinned_ratio * (self.num_blocks - 1))
+
     def numbers(self) -> dict[str, float]:
         """Return the settings that are limits or policies in force, as numbers; what is not set is absent."""
         found: dict[str, float | None] = {
@@ -85,6 +101,8 @@ class EngineSettings:
             "max_queued_requests": self.max_queued_requests,
             "max_queued_tokens": self.max_queued_tokens,
             "prefix_cache": self.enable_prefix_cache,
+            "strict_prefix_cache": self.is_prefix_cache_strict,
+            "max_pinned_ratio": self.max_pinned_ratio,
             "stall_seconds": self.stall_seconds,
         }
         return {name: float(value) for name, value in found.items() if value is not None}

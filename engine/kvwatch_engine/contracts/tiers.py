@@ -116,8 +116,12 @@ class Tiers(SwapSpace, PrefixTiers, Protocol):
         """Sleep until a transfer has ended, at most so long; return whether one has. For when nothing else is to do."""
         ...
 
-    def clear(self) -> None:
-        """Forget all prefixes, as the device's prefix cache does; swapped requests stay."""
+    def clear(self) -> dict[str, int]:
+        """Forget all prefixes, as the device's prefix cache does; swapped requests stay.
+
+        Returns:
+            For each tier the blocks that became empty.
+        """
         ...
 
     def lay_out(self, layout: BlockLayout) -> None:

@@ -5,6 +5,7 @@ planning.py    what a change would do, and what stands against it
 changer.py     carries it out between two steps
 rebuild.py     blocks of another size or type
 inspection.py  blocks, requests and prefixes, in pages
+prefixes.py    pins and the reset of the prefix cache
 control.py     `LiveEngine`: all of it for the observatory and the admin API, from any thread
 """
 

@@ -22,10 +22,12 @@ from kvwatch.errors import ChangeRefused
 from kvwatch.telemetry.snapshot import EngineSnapshot
 from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.settings import EngineSettings
+from kvwatch_engine.contracts.tenant import tenant_salt
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.engine import Engine
 from kvwatch_engine.live.changer import Changer, RebuildLimits
 from kvwatch_engine.live.inspection import inspect_blocks, inspect_prefixes, inspect_requests
+from kvwatch_engine.live.prefixes import LivePrefixes
 
 MAX_PAUSE_SECONDS: Final = 3600.0
 
@@ -34,14 +36,15 @@ _ANSWER_SECONDS: Final = 5.0
 _Prepared = tuple[EngineSettings, Callable[[], ChangeOutcome]]
 
 
-class LiveEngine:
-    """Implements `LiveControl`; wraps an engine that runs or will run."""
+class LiveEngine(LivePrefixes):
+    """Implements `LiveControl` and `PrefixControl`; wraps an engine that runs or will run."""
 
     def __init__(
         self,
         engine: Engine,
         rebuilds: RebuildLimits | None = None,
         on_phase: Callable[[str], None] = lambda _phase: None,
+        salt_of: Callable[[str], str] = tenant_salt,
     ) -> None:
         """Take what the engine is set to now as declared. Before it is started.
 
@@ -49,8 +52,9 @@ class LiveEngine:
             engine: the engine.
             rebuilds: limits of rebuilds of the cache; none allows none.
             on_phase: is told each phase of a rebuild as it begins, on the engine thread; it may fail the rebuild.
+            salt_of: gives the salt of a tenant's blocks; any thread.
         """
-        self._engine = engine
+        super().__init__(engine, salt_of)
         self._changer = engine.before_start(lambda core: Changer(core, rebuilds, on_phase))
 
     def attach(self, key: SettingKey, setting: OutsideSetting) -> None:

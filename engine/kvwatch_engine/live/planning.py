@@ -68,6 +68,8 @@ def plan_change(
             "--allow-rebuild"
         )
     wanted = wanted_settings(core.settings, changes)
+    if is_rebuilt:
+        wanted = replace(wanted, num_pinned_blocks=0)  # pins end with the blocks that they name
     if is_rebuilt and rebuilder is not None and "num_blocks" not in changes:
         wanted = rebuilder.sized(wanted)
     asked = {key: changes[str(key)] for key, value in outside.items() if changes.get(key, value) != value}
@@ -86,10 +88,11 @@ def _check_requests(core: EngineCore, wanted: EngineSettings, requests: list[Acc
         raise ChangeRefused(
             "preemption_mode swap needs room to swap to, and this server was started without; choose recompute or auto"
         )
-    if wanted.watermark_blocks >= wanted.num_blocks - 1:
+    if wanted.watermark_blocks >= wanted.num_usable_blocks:
         raise ChangeRefused(
             f"the watermark keeps {wanted.watermark_blocks} blocks free, but a pool of {wanted.num_blocks} has "
-            f"{wanted.num_blocks - 1} beside the null block; ask for a lower watermark, or for more blocks"
+            f"{wanted.num_usable_blocks} beside the null block and {wanted.num_pinned_blocks} pinned ones; ask for a "
+            "lower watermark, or for more blocks"
         )
     if wanted.max_chunk > core.settings.max_chunk:  # groups with a window hold more for a longer chunk
         check_worst_cases(wanted, requests)
@@ -115,20 +118,21 @@ def _with_resize(core: EngineCore, plan: ChangePlan, requests: list[AcceptedRequ
     """Add what another number of blocks takes."""
     resizer, pool, wanted = core.resizer, core.manager.pool, plan.wanted
     resizer.check(wanted, requests)
-    surplus = pool.num_used - (wanted.num_blocks - 1)
+    num_held = pool.num_used + pool.num_idle_pinned
+    surplus = num_held - (wanted.num_blocks - 1)
     victims = core.scheduler.room_makers(surplus) if surplus > 0 else []
     num_freed = core.scheduler.num_blocks_freed_by(victims)
-    num_used = pool.num_used - num_freed
-    room = wanted.num_blocks - 1 - num_used
-    num_kept = num_used + min(pool.num_cached, room)
+    num_kept = num_held - num_freed
+    room, num_cached = wanted.num_blocks - 1 - num_kept, pool.num_cached - pool.num_idle_pinned
+    num_moved = num_kept + min(num_cached, room)
     block_bytes = core.block_bytes
     return replace(
         plan,
         victims=tuple(victims),
         num_blocks_freed=num_freed,
-        num_cached_blocks_lost=max(0, pool.num_cached - room),
-        moved_bytes=num_kept * block_bytes,
-        extra_bytes=num_kept * block_bytes,
+        num_cached_blocks_lost=max(0, num_cached - room),
+        moved_bytes=num_moved * block_bytes,
+        extra_bytes=num_moved * block_bytes,
         pool_bytes=wanted.num_blocks * block_bytes,
         is_resize=True,
     )
@@ -138,6 +142,8 @@ def _with_rebuild(core: EngineCore, plan: ChangePlan, rebuild: RebuildPlan) -> C
     """Add what another layout of the cache takes."""
     block, pool = rebuild.layout, core.manager.pool
     notes = [*plan.notes, "prefixes that no running request holds are lost, behind the device too"]
+    if len(core.pins):
+        notes.append(f"{len(core.pins)} pins end; pin these prefixes again once they are computed")
     if rebuild.is_copied:
         notes.append("what running requests have computed is copied bit for bit; their texts stay as they would be")
     elif block.has_same_content(core.memory.layout(core.settings.block_size, core.settings.kv_dtype)):

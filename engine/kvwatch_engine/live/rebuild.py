@@ -163,6 +163,7 @@ class Rebuilder:
             victims = list(core.scheduler.lifecycle.running)
         for request in victims:
             core.scheduler.drop(request, "rebuild")
+        core.end_pins("rebuild", "", "the blocks get another size or type")
         if not plan.is_copied:
             core.manager.pool.clear_cache("resize")
             layout = plan_layout([], core.settings.block_size, wanted.block_size, wanted.num_blocks)

@@ -7,6 +7,7 @@ A cryptographic hash, since a collision would show one user another user's answe
 so that no two kinds of key, and no two splits of the same bytes, can encode to the same message.
 """
 
+import secrets
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class KeyTag(IntEnum):
     """The server's, for everybody who shares an API key's tenant."""
     MULTIMODAL = 6
     """Content that stands behind placeholder tokens."""
+    ALONE = 7
+    """A number drawn for one request, which shares with nobody."""
     GROUPS = 7
     """How the layers are divided into KV groups, where there are several."""
 
@@ -60,6 +63,11 @@ class MultimodalItem:
         """Return its key in a block that begins at token `start`: which part of the content lies there counts too."""
         place = struct.pack("<qq", self.position - start, self.num_tokens)
         return ExtraKey(KeyTag.MULTIMODAL, place + self.content_hash)
+
+
+def lonely_root() -> BlockHash:
+    """Return a parent that no other sequence has."""
+    return root_hash([ExtraKey(KeyTag.ALONE, secrets.token_bytes(32))])
 
 
 def root_hash(keys: Iterable[ExtraKey]) -> BlockHash:
@@ -180,6 +188,11 @@ class HashChain:
             keys = self._keys_in(start, end) if self._items else ()
             hashes.append(block_hash(parent, tokens(start, end), keys))
         return hashes
+
+    def move_to(self, root: BlockHash) -> None:
+        """Go on under another root: all hashes are others from now on."""
+        self._root = root
+        self._hashes = []
 
     def fork(self, num_blocks: int) -> "HashChain":
         """Return a chain that shares the first `num_blocks` hashes."""

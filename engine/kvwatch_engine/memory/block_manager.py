@@ -26,6 +26,7 @@ from kvwatch_engine.memory.group_tables import GroupTables
 from kvwatch_engine.memory.layout import Layout
 from kvwatch_engine.memory.prefix import Prefix, blocks_of_prefix, longest_prefix
 from kvwatch_engine.memory.relocation import Relocation
+from kvwatch_engine.memory.strict import StoredContents
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class BlockManager:
         emit_token_ids: bool = False,
         windows: Sequence[int | None] = (None,),
         max_chunk: int = 1,
+        is_strict: bool = False,
     ) -> None:
         """Create the tables of no sequences.
 
@@ -89,12 +91,15 @@ class BlockManager:
             emit_token_ids: whether events tell the tokens of stored blocks.
             windows: for each KV group the tokens that a query sees, itself included; none sees all.
             max_chunk: most tokens of a sequence that are written at once; matters to groups with a window only.
+            is_strict: whether the token ids of stored blocks are kept, to be compared when they are found.
         """
         assert pool.num_groups == len(windows), "the pool notes each block's group"
         self.pool = pool
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
         self.max_chunk = max_chunk
+        self.contents = StoredContents(block_size) if is_strict else None
+        """What stored blocks hold; none unless the prefix cache is strict."""
         self.groups = tuple(GroupTables(pool, block_size, number, window) for number, window in enumerate(windows))
         self.has_windows = any(window is not None for window in windows)
         self._is_plain = len(windows) == 1 and not self.has_windows
@@ -265,6 +270,8 @@ class BlockManager:
             names = hashes[done:num_full]
             if number:
                 names = [hash_in_group(content, number) for content in names]
+            if self.contents is not None:
+                self._note_contents(self.contents, chain.root, hashes[done:num_full], done, tokens)
             token_ids = self._token_ids(tokens, done, num_full) if self._emit_token_ids else None
             source = StoredRun(owner, done, token_ids, number)
             self.pool.store(group.tables[owner][done:num_full], names, parent, source)
@@ -380,13 +387,14 @@ class BlockManager:
         return [place for place in places if place is not None]
 
     def num_blocks_freed_by(self, owners: Iterable[Owner]) -> int:
-        """Return how many blocks would become free if all `owners` were released. Shared blocks of others stay."""
+        """Return how many blocks would become free if all `owners` were released. Shared and pinned blocks stay."""
         held: dict[BlockId, int] = {}
         for owner in owners:
             for group in self.groups:
                 for block in group.held(owner):
                     held[block] = held.get(block, 0) + 1
-        return sum(1 for block, count in held.items() if self.pool.ref_counts[block] == count)
+        pool = self.pool
+        return sum(1 for block, count in held.items() if pool.ref_counts[block] == count and not pool.is_pinned(block))
 
     def num_distinct_blocks(self, owners: Sequence[Owner]) -> int:
         """Return how many blocks the sequences hold together, over all groups."""
@@ -411,6 +419,8 @@ class BlockManager:
         assert len(layout.tables) == len(self._tables) * len(self.groups), "every table has its place"
         self.pool.lay_out(layout.num_blocks, layout.ref_counts, layout.filled_slots, layout.groups)
         self.block_size = layout.block_size
+        if self.contents is not None:
+            self.contents = StoredContents(layout.block_size)
         for group in self.groups:
             of_group = {owner: each for (number, owner), each in layout.tables.items() if number == group.number}
             group.lay_out(layout.block_size, of_group)
@@ -533,6 +543,15 @@ class BlockManager:
         """The pool refused blocks against its own count."""
         for owner in tables:
             self.release(owner, "aborted")
+
+    def _note_contents(
+        self, contents: StoredContents, root: BlockHash, hashes: Sequence[BlockHash], first: int, tokens: TokenSlice
+    ) -> None:
+        contents.note(root, hashes, first, tokens)
+        find, numbers = self.pool.find, [group.number for group in self.groups]
+        contents.forget(
+            self.pool.num_blocks, lambda content: any(find(hash_in_group(content, number)) for number in numbers)
+        )
 
     def _token_ids(self, tokens: TokenSlice, first: int, end: int) -> list[list[int]]:
         size = self.block_size

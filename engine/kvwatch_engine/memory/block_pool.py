@@ -6,6 +6,8 @@
                          ▼ │
                         CACHED ──evict (on demand, before an allocation)──▶ EMPTY
 
+A cached block whose content is pinned is not free: it cannot be evicted.
+
 Knows blocks and their owners' names, not block tables, tokens or tensors. Emits block events where they happen.
 """
 
@@ -14,6 +16,7 @@ from typing import NamedTuple
 
 from kvwatch.telemetry.events import (
     BlocksAllocated,
+    BlocksDuplicated,
     BlocksEvicted,
     BlocksReleased,
     BlocksRelocated,
@@ -26,6 +29,7 @@ from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import TierState
 from kvwatch_engine.contracts.block import NULL_BLOCK, BlockHash, BlockId
 from kvwatch_engine.contracts.errors import CacheCorruption
+from kvwatch_engine.memory.eviction_memory import EvictionMemory
 from kvwatch_engine.memory.free_list import FreeList
 from kvwatch_engine.memory.relocation import Relocation, plan_relocation
 
@@ -62,15 +66,13 @@ class BlockHistory(NamedTuple):
 OnEvict = Callable[[Sequence[BlockId], Sequence[BlockHash]], None]
 """Is given blocks that make room, and their hashes, before anything else can be written to them. Does not raise."""
 
-MAX_REMEMBERED_EVICTIONS = 65_536
-"""Evicted hashes that `would_have_hit` knows at least, unless the pool has fewer blocks; twice as many take 20 MB."""
-
 
 class BlockPool:
     """Blocks of one tier. Engine thread only.
 
     Invariants, after every operation: capacity = empty + cached + used; a block is in the free list exactly when its
-    reference count is 0; the prefix index and `hashes` are each other's inverse.
+    reference count is 0 and its content is not pinned; the prefix index and `hashes` are each other's inverse; what is
+    pinned is in the prefix index.
     """
 
     def __init__(self, num_blocks: int, log: EventLog, tier: Tier = "device", num_groups: int = 1) -> None:
@@ -91,6 +93,10 @@ class BlockPool:
         """Slots written since the block was allocated; the block manager writes it."""
         self.parents: list[BlockHash | None] = [None] * num_blocks
         """Hash of the block before it in the sequence that stored it; only of blocks that have a hash."""
+        self.pinned: dict[BlockHash, int] = {}
+        """Content that is not evicted, and how many pins it has; read-only for others."""
+        self.num_idle_pinned = 0
+        """Blocks that are pinned and not used: cached, and not free."""
         self.num_references = 0
         """Sum of the reference counts: entries of all block tables."""
         self._log = log
@@ -99,10 +105,8 @@ class BlockPool:
         self._allocated_ns = [0] * num_blocks
         self._released_ns = [0] * num_blocks
         self._hits = [0] * num_blocks
-        self._evicted: set[BlockHash] = set()
-        """What was evicted for want of room, since the last time that this was full."""
-        self._evicted_before: set[BlockHash] = set()
-        """What that was then."""
+        self._evicted = EvictionMemory()
+        """What was evicted for want of room while somebody listened."""
 
     # ------------------------------------------------------------------ counts
 
@@ -123,13 +127,13 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Free blocks whose content may be reused."""
-        return self._free.num_cached
+        """Unused blocks whose content may be reused: free, but for those that are pinned."""
+        return self._free.num_cached + self.num_idle_pinned
 
     @property
     def num_used(self) -> int:
         """Blocks in at least one block table."""
-        return self.capacity - len(self._free)
+        return self.capacity - len(self._free) - self.num_idle_pinned
 
     # ------------------------------------------------------------------ operations
 
@@ -138,8 +142,18 @@ class BlockPool:
         return self._index.get(content)
 
     def cached(self) -> list[tuple[BlockId, BlockHash]]:
-        """Return the cached blocks and what they hold, the next to be evicted first. O(cached blocks)."""
-        return [(block, content) for block in self._free.cached() if (content := self.hashes[block]) is not None]
+        """Return the cached blocks and what they hold, the next to be evicted first, pinned ones last. O(cached)."""
+        evictable = [(block, content) for block in self._free.cached() if (content := self.hashes[block]) is not None]
+        return evictable + [(block, content) for block in self._idle_pinned() if (content := self.hashes[block])]
+
+    def is_pinned(self, block: BlockId) -> bool:
+        """Return whether a block's content is pinned."""
+        return bool(self.pinned) and self.hashes[block] in self.pinned
+
+    def num_held_since(self, time_ns: int) -> int:
+        """Return how many used blocks were allocated at a monotonic time or before. O(blocks)."""
+        allocated = self._allocated_ns
+        return sum(1 for block, count in enumerate(self.ref_counts) if count and allocated[block] <= time_ns)
 
     def history(self, block: BlockId) -> BlockHistory:
         """Return what has become of a block since it was allocated."""
@@ -148,20 +162,17 @@ class BlockPool:
     def touch(self, blocks: Sequence[BlockId]) -> None:
         """Let those of `blocks` that are cached be evicted last, the first of them last of all."""
         for block in reversed(blocks):
-            if self.ref_counts[block] == 0:
+            if self.ref_counts[block] == 0 and not self.is_pinned(block):
                 self._free.touch_cached(block)
 
     def would_have_hit(self, content: BlockHash) -> bool:
-        """Return whether `content` is here, or was evicted for want of room not long ago while somebody listened.
-
-        Not long ago are as many evictions as the pool has blocks, up to twice as many.
-        """
-        return content in self._index or content in self._evicted or content in self._evicted_before
+        """Return whether `content` is here, or was evicted for want of room not long ago while somebody listened."""
+        return content in self._index or content in self._evicted
 
     def num_cached_of(self, blocks: Sequence[BlockId]) -> int:
         """Return how many of `blocks` are free: reusing them lowers the number of free blocks."""
         ref_counts = self.ref_counts
-        return sum(1 for block in blocks if ref_counts[block] == 0)
+        return sum(1 for block in blocks if ref_counts[block] == 0 and not self.is_pinned(block))
 
     def allocate(self, count: int, owner: Owner, reason: AllocationReason, group: int = 0) -> list[BlockId] | None:
         """Take `count` blocks for `owner` and a KV group, evicting the least recently used cached blocks if need be.
@@ -198,7 +209,10 @@ class BlockPool:
         self.num_references += len(blocks)
         for block in blocks:
             if self.ref_counts[block] == 0:
-                self._free.remove_cached(block)
+                if self.is_pinned(block):
+                    self.num_idle_pinned -= 1
+                else:
+                    self._free.remove_cached(block)
                 gaps.append(now - self._released_ns[block])
             self.ref_counts[block] += 1
             self._hits[block] += 1
@@ -225,8 +239,11 @@ class BlockPool:
             self.ref_counts[block] = count
             if count == 0:
                 self._released_ns[block] = now
-                if self.hashes[block] is None:
+                content = self.hashes[block]
+                if content is None:
                     self._free.add_empty(block)
+                elif self.pinned and content in self.pinned:
+                    self.num_idle_pinned += 1
                 else:
                     self._free.add_cached(block)
         if self._log.active:  # without blocks too: it ends the sequence's empty table
@@ -253,15 +270,24 @@ class BlockPool:
             source: whose blocks they are, for the event.
         """
         first, before = 0, parent
+        duplicates: list[BlockId] = []
         for place, (block, content) in enumerate(zip(blocks, hashes, strict=True)):
             if content in self._index:
                 self._emit_stored(blocks[first:place], hashes[first:place], parent, source, first)
                 first, parent = place + 1, content
+                duplicates.append(block)
                 continue
             self._index[content] = block
             self.hashes[block] = content
             self.parents[block] = hashes[place - 1] if place else before
         self._emit_stored(blocks[first:], hashes[first:], parent, source, first)
+        if duplicates and self._log.active:
+            names = dict(zip(blocks, hashes, strict=True))
+            originals: list[int] = [self._index[names[block]] for block in duplicates]
+            request, sequence = source.owner
+            self._log.append(
+                BlocksDuplicated(request, sequence, list(duplicates), originals, self.tier, GROUPS[source.group])
+            )
 
     def forget(self, block: BlockId) -> None:
         """Drop the content of one cached block, since it cannot be read."""
@@ -270,7 +296,7 @@ class BlockPool:
         assert self.ref_counts[block] == 0, f"block {block} is in use"
         del self._index[content]
         self.hashes[block] = None
-        self._forget_evictions([content])
+        self._evicted.discard([content])
         self._free.remove_cached(block)
         self._free.add_empty(block)
         if self._log.active:
@@ -302,29 +328,56 @@ class BlockPool:
         self._free = FreeList(num_taken, num_blocks)
         self.num_blocks = num_blocks
 
-    def clear_cache(self, reason: EvictionReason = "reset") -> int:
-        """Forget all content. Used blocks go on and become empty when released.
+    def clear_cache(self, cause: EvictionReason = "reset", actor: str = "", reason: str = "") -> int:
+        """Forget all content. Used blocks go on and become empty when released. Nothing may be pinned.
+
+        Args:
+            cause: what events call it.
+            actor: who asked for it.
+            reason: why.
 
         Returns:
             The number of cached blocks that became empty.
         """
+        assert not self.pinned, "whoever clears the cache ends the pins first"
         cached = self._free.num_cached
         if cached:
-            for block in self._evict(cached, "", reason):
+            for block in self._evict(cached, "", cause):
                 self._free.add_empty(block)
         still_used = sorted(self._index.values())
         for block in still_used:
             self.hashes[block] = None
         self._index.clear()
         self._evicted.clear()
-        self._evicted_before.clear()
         if self._log.active:
-            self._log.append(CacheCleared(list(still_used), self.tier))
+            self._log.append(CacheCleared(list(still_used), self.tier, actor, reason))
         return cached
+
+    def pin(self, hashes: Sequence[BlockHash]) -> None:
+        """Let content that is here stay until as many `unpin` as `pin` named it."""
+        for content in hashes:
+            block = self._index[content]
+            num_pins = self.pinned.get(content, 0)
+            if not num_pins and self.ref_counts[block] == 0:
+                self._free.remove_cached(block)
+                self.num_idle_pinned += 1
+            self.pinned[content] = num_pins + 1
+
+    def unpin(self, hashes: Sequence[BlockHash]) -> None:
+        """Take a pin back; content without any other may be evicted, last of all, the first of `hashes` last."""
+        for content in reversed(hashes):
+            self.pinned[content] -= 1
+            if self.pinned[content]:
+                continue
+            del self.pinned[content]
+            block = self._index[content]
+            if self.ref_counts[block] == 0:
+                self.num_idle_pinned -= 1
+                self._free.add_cached(block)
 
     def plan_resize(self, num_blocks: int) -> Relocation | None:
         """Return how to become a pool of `num_blocks` blocks; None when the used ones do not fit. Changes nothing."""
-        return plan_relocation(self.ref_counts, self._free.cached(), num_blocks)
+        return plan_relocation(self.ref_counts, self._free.cached(), num_blocks, self._idle_pinned())
 
     def resize(self, plan: Relocation) -> None:
         """Evict, move and then have the number of blocks that was planned just now; O(blocks).
@@ -383,8 +436,17 @@ class BlockPool:
         if NULL_BLOCK in free or self.ref_counts[NULL_BLOCK] != 0 or self.hashes[NULL_BLOCK] is not None:
             raise CacheCorruption("the null block was allocated, hashed or freed")
         unreferenced = {block for block in range(1, self.num_blocks) if self.ref_counts[block] == 0}
-        if unreferenced != set(free):
-            raise CacheCorruption(f"{len(unreferenced)} blocks have no reference, but {len(free)} are free")
+        idle_pinned = set(self._idle_pinned())
+        if unreferenced - idle_pinned != set(free):
+            raise CacheCorruption(
+                f"{len(unreferenced)} blocks have no reference, {len(idle_pinned)} of them are pinned, but {len(free)} "
+                "are free"
+            )
+        if len(idle_pinned) != self.num_idle_pinned or not self.pinned.keys() <= self._index.keys():
+            raise CacheCorruption(
+                f"{len(idle_pinned)} pinned blocks have no reference, not {self.num_idle_pinned}, or pinned content is "
+                "gone"
+            )
         if min(self.ref_counts) < 0:
             raise CacheCorruption(f"reference count {min(self.ref_counts)} is negative")
         if sum(self.ref_counts) != self.num_references:
@@ -394,9 +456,15 @@ class BlockPool:
             raise CacheCorruption(f"prefix index has {len(self._index)} entries, blocks have {len(inverse)} hashes")
         cached = {block for block in free if self.hashes[block] is not None}
         if cached != set(self._free.cached()):
-            raise CacheCorruption(f"{len(cached)} free blocks have a hash, but {self.num_cached} are listed as cached")
+            listed = self._free.num_cached
+            raise CacheCorruption(f"{len(cached)} free blocks have a hash, but {listed} are listed as cached")
 
     # ------------------------------------------------------------------ parts
+
+    def _idle_pinned(self) -> list[BlockId]:
+        """Return the blocks that are pinned and not used. O(pinned)."""
+        blocks = (self._index[content] for content in self.pinned if content in self._index)
+        return [block for block in blocks if self.ref_counts[block] == 0]
 
     def _evict(self, count: int, beneficiary: str, reason: EvictionReason) -> list[BlockId]:
         """Drop the content of the `count` least recently used cached blocks; the caller decides where they go."""
@@ -411,10 +479,10 @@ class BlockPool:
             blocks.append(block)
             hashes.append(content)
         if reason != "pressure":
-            self._forget_evictions(hashes)
+            self._evicted.discard(hashes)
         if self._log.active:
             if reason == "pressure" and self.tier == "device":
-                self._remember(hashes)
+                self._evicted.add(hashes, self.num_blocks)
             self._emit_evicted(blocks, hashes, reason, beneficiary)
         if self.on_evict is not None and reason == "pressure":
             self.on_evict(blocks, hashes)
@@ -463,17 +531,6 @@ class BlockPool:
             by_group.setdefault(self.groups[source] if self.groups else 0, {})[source] = destination
         for group, some in by_group.items():
             self._log.append(BlocksRelocated(list(some), list(some.values()), self.tier, GROUPS[group]))
-
-    def _remember(self, hashes: Sequence[BlockHash]) -> None:
-        """Note evictions for want of room. Two sets in turn cost less than to forget the oldest one by one."""
-        self._evicted.update(hashes)
-        if len(self._evicted) >= min(self.num_blocks, MAX_REMEMBERED_EVICTIONS):
-            self._evicted, self._evicted_before = set(), self._evicted
-
-    def _forget_evictions(self, hashes: Sequence[BlockHash]) -> None:
-        """Note that content was lost in another way: it would not be here with more room either."""
-        self._evicted.difference_update(hashes)
-        self._evicted_before.difference_update(hashes)
 
     def _emit_stored(
         self,

@@ -8,7 +8,7 @@
 A larger pool needs neither: blocks are added at its end.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvwatch_engine.contracts.block import NULL_BLOCK, BlockId
@@ -32,15 +32,19 @@ class Relocation:
         return self.moves.get(block, block)
 
 
-def plan_relocation(ref_counts: Sequence[int], cached: Iterable[BlockId], num_blocks: int) -> Relocation | None:
-    """Return how a pool becomes one of `num_blocks` blocks; None when its used blocks alone do not fit.
+def plan_relocation(
+    ref_counts: Sequence[int], cached: Iterable[BlockId], num_blocks: int, pinned: Collection[BlockId] = ()
+) -> Relocation | None:
+    """Return how a pool becomes one of `num_blocks` blocks; None when its used and pinned blocks alone do not fit.
 
     Args:
         ref_counts: reference count of each block of the pool, the null block included.
         cached: its cached blocks, the next to be evicted first.
         num_blocks: blocks wanted, the null block included.
+        pinned: blocks without a reference that stay all the same.
     """
     used = [BlockId(block) for block, count in enumerate(ref_counts) if count]
+    used += pinned
     room = num_blocks - 1 - len(used)
     if room < 0:
         return None

@@ -2,7 +2,9 @@
 
 from collections import Counter
 
-from kvwatch.telemetry.events import WaitReasonsChanged
+import structlog
+
+from kvwatch.telemetry.events import PrefixMismatched, WaitReasonsChanged
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.block import BlockHash
 from kvwatch_engine.contracts.settings import EngineSettings
@@ -14,6 +16,8 @@ from kvwatch_engine.scheduling.lifecycle import Lifecycle
 from kvwatch_engine.scheduling.pause import AdmissionPause
 from kvwatch_engine.scheduling.policy import TokenBudget, WatermarkAdmission
 from kvwatch_engine.scheduling.request import PrefixHits, Request, RequestState, Sequence, WaitReason
+
+logger = structlog.get_logger(__name__)
 
 
 class Admission:
@@ -158,7 +162,8 @@ class Admission:
         """Give a request the blocks that it starts with; begin to fill those whose content another tier has."""
         leader = request.live_sequences()[0]
         hashes = self._prefix_hashes(leader)
-        prefix = self._manager.find_prefix(hashes)
+        found = self._manager.find_prefix(hashes)
+        prefix = found if self._manager.contents is None else self._equal_part(leader, hashes, found)
         tiers = self._tiers if request.is_restorable else None
         further = tiers.find(hashes[len(prefix) :]) if tiers is not None else []
         size = self._manager.block_size
@@ -180,6 +185,8 @@ class Admission:
                 tiers.end_claim(request.request_id, leader.index)
             return False
         request.num_failed_allocations = 0
+        if len(prefix) < len(found):
+            self._report_mismatch(request, hashes, len(prefix))
         request.hits = hits
         leader.num_computed = len(prefix) * size
         if tiers is not None and further:
@@ -193,6 +200,18 @@ class Admission:
             return []
         num_blocks = (leader.num_tokens - 1) // self._manager.block_size
         return list(leader.chain.upto(num_blocks, leader.tokens)[:num_blocks])
+
+    def _equal_part(self, leader: Sequence, hashes: list[BlockHash], found: Prefix) -> Prefix:
+        """Return the part of a hit whose blocks hold the sequence's own tokens: all of it, unless there is a defect."""
+        contents = self._manager.contents
+        assert contents is not None, "only a strict prefix cache is compared"
+        num_equal = contents.num_equal(leader.chain.root, hashes[: len(found)], leader.tokens)
+        return found if num_equal == len(found) else self._manager.find_prefix(hashes[:num_equal])
+
+    def _report_mismatch(self, request: Request, hashes: list[BlockHash], index: int) -> None:
+        logger.error("a block holds other tokens than its hash says", request=request.request_id, index=index)
+        if self._log.active:
+            self._log.append(PrefixMismatched(request.request_id, hashes[index], index))
 
     def _num_further_blocks(self, request: Request) -> int:
         """Return how many blocks the sequences but the first need that had generated tokens before."""

@@ -11,7 +11,7 @@ from kvwatch_engine.scheduling.policy import most_blocks
 
 def max_model_len(settings: EngineSettings) -> int:
     """Return the longest possible sequence in tokens: min(model, pool)."""
-    capacity = settings.num_blocks - 1
+    capacity = settings.num_usable_blocks
     if settings.windows == (None,):
         return min(settings.max_model_len, capacity * settings.block_size)
     lengths = range(1, settings.max_model_len + 1)  # the last token is counted: a block more at most
@@ -20,7 +20,7 @@ def max_model_len(settings: EngineSettings) -> int:
 
 def max_new_tokens(num_prompt_tokens: int, num_sequences: int, settings: EngineSettings) -> int:
     """Return the largest `max_tokens` with which such a request can run; below 1 when it cannot run at all."""
-    size, capacity = settings.block_size, settings.num_blocks - 1
+    size, capacity = settings.block_size, settings.num_usable_blocks
     longest = max_model_len(settings) - num_prompt_tokens
     if settings.windows != (None,):
         answers = range(1, max(0, longest) + 1)
@@ -121,12 +121,16 @@ def check_length(request: GenerationRequest, settings: EngineSettings) -> None:
             param="max_tokens" if num_prompt_tokens < longest else "prompt",
             code="context_length_exceeded",
         )
-    name, capacity = _name_of_number(request.sampling), settings.num_blocks - 1
+    name, capacity = _name_of_number(request.sampling), settings.num_usable_blocks
     needed = most_blocks(settings, num_prompt_tokens, max_tokens, n)
     if needed > capacity:
         raise RequestInvalid(
-            f"{n} sequences of up to {total} tokens may need {needed} blocks, but the pool has {capacity}; "
-            f"lower {name} or max_tokens",
+            f"{n} sequences of up to {total} tokens may need {needed} blocks, but the pool has {capacity}"
+            f"{_beside_pinned(settings)}; lower {name} or max_tokens",
             param=name if n > 1 else "max_tokens",
             code="context_length_exceeded",
         )
+
+
+def _beside_pinned(settings: EngineSettings) -> str:
+    return f" beside {settings.num_pinned_blocks} pinned ones" if settings.num_pinned_blocks else ""

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import takewhile
 
+from kvwatch_engine.contracts.block import BlockHash
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.tiers import TransferKind
-from kvwatch_engine.memory.block_hash import HashChain
+from kvwatch_engine.memory.block_hash import HashChain, lonely_root
 from kvwatch_engine.memory.block_pool import Owner
 from kvwatch_engine.scheduling.beam_search import BeamSearch
 
@@ -142,6 +143,7 @@ class Request:
         "num_preemptions",
         "num_recomputed_tokens",
         "origin",
+        "own_root",
         "peak_blocks",
         "preempted_for",
         "preempted_ns",
@@ -195,6 +197,8 @@ class Request:
         self.cache_salt = source.cache_salt
         self.load_id = source.load_id
         self.tenant_salt = source.tenant_salt
+        self.own_root: BlockHash | None = None
+        """Parent of its first block if it shares with nobody, whatever its keys are; see `isolate`."""
         self.arrival = arrival
         """Its number in the order of arrival."""
         self.priority = source.priority
@@ -238,6 +242,12 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.prompt_token_ids)
+
+    def isolate(self) -> None:
+        """Share with nobody from now on: what it holds is of a time that the prefix cache was told to forget."""
+        self.own_root = lonely_root()
+        for sequence in self.sequences:
+            sequence.chain.move_to(self.own_root)
 
     def live_sequences(self) -> list[Sequence]:
         """Return the sequences that have not ended."""

@@ -87,7 +87,7 @@ class _Known(NamedTuple):
 
 
 class ApiKeys:
-    """The keys of a file, read again when it changes. One thread at a time.
+    """The keys of a file, read again when it changes. One thread at a time, but for `salt_of`.
 
     A file that vanishes, or is wrong after a change, lets nobody in until it is right again: a key that was taken out
     of it must not live on.
@@ -119,8 +119,7 @@ class ApiKeys:
         return found[0].caller
 
     def salt_of(self, tenant: str) -> str:
-        """Return the salt of a tenant's blocks."""
-        self._refresh()
+        """Return the salt of a tenant's blocks, as of the last request. Any thread."""
         return self._salts.get(tenant, tenant_salt(tenant))
 
     # ------------------------------------------------------------------ parts

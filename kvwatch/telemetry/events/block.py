@@ -24,6 +24,7 @@ AllocationReason = Literal["prefill", "decode", "cow", "restore", "swap", "offlo
 ReleaseReason = Literal[
     "finished", "aborted", "preempted", "cow", "window", "truncated", "restored", "offloaded"
 ]  # fmt: skip
+UnpinCause = Literal["asked", "reset", "rebuild"]
 EvictionReason = Literal["pressure", "reset", "resize", "removed", "unreadable"]
 
 
@@ -144,6 +145,8 @@ class CacheCleared(Event):
 
     block_ids: Annotated[list[int], identity(1, "Used blocks that lost their hash.")]
     tier: Annotated[Tier, label(2, "Tier.")] = "device"
+    actor: Annotated[str, identity(3, "Who asked for it; empty if nobody said.")] = ""
+    reason: Annotated[str, identity(4, "Why, in the words of whoever asked.")] = ""
 
 
 @event(
@@ -204,3 +207,52 @@ class BlocksShared(Event):
     block_ids: Annotated[list[int], identity(3, "Used blocks, in table order.")]
     tier: Annotated[Tier, label(4, "Tier of the blocks.")] = "device"
     group: Annotated[Group, label(5, "KV group of the blocks.")] = "0"
+
+
+@event(
+    22, "block.duplicated", "Full blocks did not enter the prefix index: another block holds their content already.",
+    feeds=(metrics.PREFIX_CACHE_DUPLICATE_BLOCKS.count(size_of("block_ids")),),
+)  # fmt: skip
+class BlocksDuplicated(Event):
+    """Several sequences computed the same at the same time. The blocks serve their owner and are empty afterwards."""
+
+    request: Annotated[str, identity(1, "Request that computed them.")]
+    sequence: Annotated[int, identity(2, "Sequence of the request, from 0.")]
+    block_ids: Annotated[list[int], identity(3, "Blocks that nobody else can find.")]
+    originals: Annotated[list[int], identity(4, "For each of them the block that is found instead.")]
+    tier: Annotated[Tier, label(5, "Tier of the blocks.")] = "device"
+    group: Annotated[Group, label(6, "KV group of the blocks.")] = "0"
+
+
+@event(23, "block.prefix_pinned", "Somebody pinned a prefix: its blocks are not evicted until it is unpinned.")
+class PrefixPinned(Event):
+    """All content of it is in the device's prefix index, used or cached. What is pinned several times counts once."""
+
+    pin: Annotated[str, identity(1, "Name of the pin.")]
+    hashes: Annotated[list[bytes], identity(2, "Content that stays, of all KV groups.")]
+    num_tokens: Annotated[int, value(3, "Tokens of the prefix that stay.", "tokens")]
+    actor: Annotated[str, identity(4, "Who pinned it.")] = ""
+    reason: Annotated[str, identity(5, "Why, in the words of whoever asked.")] = ""
+
+
+@event(24, "block.prefix_unpinned", "A pin ended: blocks that no other pin names may be evicted again, last of all.")
+class PrefixUnpinned(Event):
+    """Those that nobody uses are cached, and free from now on."""
+
+    pin: Annotated[str, identity(1, "Name of the pin.")]
+    hashes: Annotated[list[bytes], identity(2, "Content that it kept.")]
+    cause: Annotated[UnpinCause, label(3, "What ended it.")]
+    actor: Annotated[str, identity(4, "Who ended it.")] = ""
+    reason: Annotated[str, identity(5, "Why, in the words of whoever asked.")] = ""
+
+
+@event(
+    25, "block.prefix_mismatched", "A block that was found under a hash holds something else; it was not used.",
+    feeds=(metrics.PREFIX_CACHE_MISMATCHES.count(),),
+)  # fmt: skip
+class PrefixMismatched(Event):
+    """Only in strict mode, which compares token ids. Never, unless hashing or the index has a defect."""
+
+    request: Annotated[str, identity(1, "Request that looked the prefix up.")]
+    block_hash: Annotated[bytes, identity(2, "The hash.")]
+    index: Annotated[int, value(3, "Place of the block in the prefix; hits end there.", "blocks")]

@@ -212,8 +212,8 @@ def test_the_memory_of_evictions_is_bounded_by_the_pool() -> None:
         core.add(make_request(f"r{number}", [number, *range(10, 21)], max_tokens=1), 0)
         run_until_idle(core)
 
-    assert len(core.manager.pool._evicted) < 6
-    assert 6 <= len(core.manager.pool._evicted_before) < 12
+    assert len(core.manager.pool._evicted._recent) < 6
+    assert 6 <= len(core.manager.pool._evicted._before) < 12
 
 
 def test_what_was_stored_again_and_evicted_again_is_remembered_from_then_on() -> None:

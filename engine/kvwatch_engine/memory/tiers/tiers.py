@@ -171,14 +171,16 @@ class MemoryTiers:
         """Begin to fill the blocks of a sequence's table from `first_index` on with what `find` found."""
         self._restore.begin(Owner(request_id, sequence), first_index, hits)
 
-    def clear(self) -> None:
-        """Forget all prefixes, as the device's prefix cache does; swapped requests stay."""
+    def clear(self) -> dict[str, int]:
+        """Forget all prefixes, as the device's prefix cache does; return how many blocks of each tier became empty."""
         self._offload.clear()
+        num_cleared: dict[str, int] = {}
         for level in self._levels:
             if isinstance(level, DiskLevel):
                 level.discard([content for content in level.pool.hashes if content is not None])
-            level.pool.clear_cache()
+            num_cleared[level.tier] = level.pool.clear_cache()
         self._remove_files()
+        return num_cleared
 
     # ------------------------------------------------------------------ the end
 
