@@ -127,6 +127,7 @@ def admin_stage(
             view=lambda: observatory.view,
             control=control,
             live=control,
+            prefixes=control,
             declared=declared,
         )
     )

@@ -251,6 +251,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
             config=shown_settings(settings),
             api=(settings.host, settings.port or None),
             live=control,
+            prefixes=control,
             declared=declared(resolved),
             config_file=resolved.path,
             tokenize=tokenize_as_completions(model.info.folder),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvwatch.config import parse_bytes
-from kvwatch.control import EngineControl, LiveControl, OutsideSetting, SettingKey, SettingValue
+from kvwatch.control import EngineControl, LiveControl, OutsideSetting, PrefixControl, SettingKey, SettingValue
 from kvwatch.errors import ConfigError
 from kvwatch.exporters.exemplars import ExemplarStore
 from kvwatch.exporters.identity import COMMON_LABELS, EngineIdentity
@@ -55,6 +55,8 @@ class Subject:
     """Host and port of its API, for spans; none while unknown."""
     live: LiveControl | None = None
     """Looks into it and changes it; none for an engine of another project."""
+    prefixes: PrefixControl | None = None
+    """Pins and the reset of its prefix cache; none where that is not possible."""
     declared: "Sequence[DeclaredSetting]" = ()
     """Its settings with the source of each, for the admin API."""
     config_file: str | None = None
@@ -211,6 +213,7 @@ class ObservatoryPlan:
                 view=view,
                 control=subject.control,
                 live=subject.live,
+                prefixes=subject.prefixes,
                 tokenize=subject.tokenize,
                 dump_flight=None if recorder is None else recorder.trigger,
                 diagnose=desk.diagnosis,
