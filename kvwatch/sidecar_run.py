@@ -73,8 +73,8 @@ class Sidecar:
         self.sources: list[Source] = [make(spec) for spec in specs]
         """What reads each engine."""
         self._known: set[tuple[str, int]] = set()
-        self._engines, self.stream = _make_stream(self._plan)
         self._admin_engines, self.admin = _make_admin(self._plan)
+        self._engines, self.stream = _make_stream(self._plan, self.admin)
         self.recorders: list[RecorderPart] = []
         """One for each rank, if anything is recorded."""
         self.desks: list[DiagnosisDesk] = []
@@ -166,6 +166,8 @@ class Sidecar:
                 view=watch.shown_view,
                 control=rank.control,
                 diagnose=desk.diagnosis,
+                forward=rank.forward,
+                why_not=rank.why_not,
                 is_up=rank.is_up,
                 epoch=epoch,
             )
@@ -244,7 +246,9 @@ def run_until_signal(settings: SidecarSettings) -> None:
         logger.info("stopped")
 
 
-def _make_stream(plan: ObservatoryPlan) -> "tuple[StreamedEngines | None, TelemetryServer | None]":
+def _make_stream(
+    plan: ObservatoryPlan, admin: "AdminPart | None"
+) -> "tuple[StreamedEngines | None, TelemetryServer | None]":
     if plan.stream is None:
         return None, None
     from kvwatch.observatory.watch import always
@@ -252,7 +256,8 @@ def _make_stream(plan: ObservatoryPlan) -> "tuple[StreamedEngines | None, Teleme
     from kvwatch.stream.server import TelemetryServer
 
     engines = StreamedEngines()
-    return engines, TelemetryServer(plan.stream, engines, always, always)
+    services = () if admin is None else (admin.grpc_service(),)
+    return engines, TelemetryServer(plan.stream, engines, always, always, services)
 
 
 def _make_admin(plan: ObservatoryPlan) -> "tuple[AdminEngines | None, AdminPart | None]":

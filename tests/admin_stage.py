@@ -15,6 +15,8 @@ from kvwatch.admin.settings import AdminOptions
 from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.logs import LogLevel
 from kvwatch.observatory.observatory import Observatory
+from kvwatch.stream.access import StreamOptions
+from kvwatch.stream.server import StreamServer
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import SequenceOutput
 from kvwatch_engine.contracts.step import Int64Array
@@ -58,13 +60,17 @@ class SmallModel(NullModel):
 class AdminStage:
     """A running admin listener and what is behind it."""
 
-    def __init__(self, engine: Engine, log: EventLog, part: AdminPart, observatory: Observatory) -> None:
+    def __init__(
+        self, engine: Engine, log: EventLog, part: AdminPart, observatory: Observatory, stream: StreamServer
+    ) -> None:
         self.engine = engine
         self.log = log
         self.part = part
         self.observatory = observatory
         assert part.address is not None
         self.port = part.address[1]
+        assert stream.address is not None
+        self.grpc = f"127.0.0.1:{stream.address[1]}"
         self.url = f"http://127.0.0.1:{self.port}"
         self.api = f"{self.url}/admin/v1"
 
@@ -97,6 +103,7 @@ def admin_stage(
     *,
     options: Mapping[str, object] | None = None,
     declared: tuple[DeclaredSetting, ...] = (),
+    stream_token_file: str | None = None,
     **engine_settings: object,
 ) -> Iterator[AdminStage]:
     """Run an engine of arithmetic with an admin listener; `options` are those of the listener."""
@@ -132,11 +139,16 @@ def admin_stage(
         )
     )
     part = AdminPart(AdminOptions(**given), engines)  # type: ignore[arg-type]
-    observatory = Observatory(log, engine, identity, parts=[part], view_interval_seconds=0)
+    stream = StreamServer(
+        log, control, StreamOptions(listen="127.0.0.1:0", token_file=stream_token_file), {"engine": "chat"},
+        services=[part.grpc_service()],
+    )  # fmt: skip
+    observatory = Observatory(log, engine, identity, parts=[part, stream], view_interval_seconds=0)
     engine.start()
     observatory.start()
     try:
-        yield AdminStage(engine, log, part, observatory)
+        assert stream.is_serving.wait(60)
+        yield AdminStage(engine, log, part, observatory, stream)
     finally:
         engine.stop()
         observatory.stop()

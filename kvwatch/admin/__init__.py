@@ -6,7 +6,11 @@
     operation.py, openapi.py  what an operation is; the document that is derived from all of them
     problems.py               errors
     engines.py, site.py       what handlers work with
-    pool.py, inspect.py, event_stream.py ...  handlers, each with its operations
+    operations.py             all operations
+    pool.py, inspect.py, event_stream.py, config.py, act.py ...  handlers, each with its operations
+    change_desk.py, live_config.py, declared_file.py, audit.py   changes, their expiry and their record
+    grpc_service.py, forwarding.py   the same over gRPC, and what a sidecar has its engine answer
+    command.py, verbs.py      `kvwatch admin`, with a verb for each operation
 
 Sees engines only through `kvwatch.control`, their logs and their views. Imports no exporter, recorder or stream.
 """

@@ -25,6 +25,8 @@ Refusal = Literal["missing", "unknown", "expired", "role", "host", "origin"]
 REFUSALS: tuple[Refusal, ...] = ("missing", "unknown", "expired", "role", "host", "origin")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 ANONYMOUS = "anonymous"
+ON_BEHALF_OF = "kvwatch.on_behalf_of"
+"""Key of the scope of a request: for whom a sidecar asks."""
 LOG_NS = 10_000_000_000
 """At most one refusal is logged in this time, in ns; all are counted."""
 
@@ -110,7 +112,8 @@ class AccessGuard:
         if found.is_expired:
             detail = f"the token {found.token.name} has expired; ask for a new one"
             self._refuse(request, "expired", Problem(problems.UNAUTHENTICATED, detail, _CHALLENGE))
-        return Caller(found.token.name, address, found.token.roles)
+        asker = request.scope.get(ON_BEHALF_OF, "")
+        return Caller(found.token.name, f"{address} for {asker}" if asker else address, found.token.roles)
 
     def check_role(self, request: Request, caller: Caller, role: Role) -> None:
         """Refuse a caller who lacks a role.

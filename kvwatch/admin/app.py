@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvwatch.admin import problems
 from kvwatch.admin.access import SAFE_METHODS, AccessGuard
+from kvwatch.admin.forwarding import engine_elsewhere, forward
 from kvwatch.admin.operation import Answer, Call, Operation
 from kvwatch.admin.problems import Problem
 from kvwatch.admin.routing import Match, RouteTable
@@ -86,9 +87,13 @@ class AdminApp:
         query = _query(operation, request)
         headers = dict(request.headers)
         _check_headers(operation, headers)
-        body = await _body(operation, request)
+        content = await _content(operation, request)
+        body = None if operation.body is None else _decode(content, operation)
         is_head = request.method == "HEAD"
         call = Call(self._site, caller, match.parameters, query, body, headers, is_head)
+        engine = engine_elsewhere(operation, call)
+        if engine is not None:
+            return await forward(engine, call, request, content)
         answer = await operation.handler(call)
         return answer if isinstance(answer, Response) else self._json(answer, request)
 
@@ -141,9 +146,9 @@ def _check_headers(operation: Operation, headers: Mapping[str, str]) -> None:
             raise Problem(problems.PRECONDITION_REQUIRED, detail)
 
 
-async def _body(operation: Operation, request: Request) -> Any:
+async def _content(operation: Operation, request: Request) -> bytes:
     if operation.body is None:
-        return None
+        return b""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != JSON_TYPE:
         raise Problem(problems.NOT_JSON, f"Content-Type is {media_type!r}; send {JSON_TYPE}")
@@ -152,6 +157,10 @@ async def _body(operation: Operation, request: Request) -> Any:
         content += chunk
         if len(content) > MAX_BODY_BYTES:
             raise Problem(problems.TOO_LARGE, f"the body has more than {MAX_BODY_BYTES} bytes; send less")
+    return bytes(content)
+
+
+def _decode(content: bytes, operation: Operation) -> Any:
     try:
         return msgspec.convert(_whole(msgspec.json.decode(content)), operation.body)
     except msgspec.ValidationError as error:

@@ -18,6 +18,7 @@ from kvwatch.admin.problems import Problem
 from kvwatch.control import EngineControl, LiveControl, PrefixControl
 from kvwatch.ledger.view import View
 from kvwatch.telemetry.log import EventLog
+from kvwatch.wire.control import CallReply, CallRequest
 
 T = TypeVar("T")
 
@@ -63,6 +64,10 @@ class AdminEngine:
     control: EngineControl
     live: LiveControl | None = None
     """Looks into it and changes it; none for an engine of another project."""
+    forward: Callable[[CallRequest], CallReply] | None = None
+    """Has another process answer that the engine lives in; raises `ControlError`. Any thread."""
+    why_not: str = "it tells its KV events and nothing else; kvwatch's own engine can"
+    """Why it can neither be looked into nor changed, if it cannot."""
     prefixes: PrefixControl | None = None
     """Pins and the reset of its prefix cache."""
     tokenize: Callable[[str], list[int]] | None = None
@@ -97,8 +102,7 @@ class AdminEngine:
         if self.live is None:
             raise Problem(
                 problems.UNSUPPORTED,
-                f"engine {self.name} tells its KV events and nothing else: it can neither be looked into nor changed "
-                "from here; kvwatch's own engine can",
+                f"engine {self.name} can neither be looked into nor changed from here: {self.why_not}",
             )
         return self.live
 

@@ -249,7 +249,7 @@ OPERATIONS = (
     Operation(
         method="GET", path=f"{PREFIX}/events", name="streamEvents", tag="read",
         brief="Events as they happen, as server-sent events; what a stream missed comes as the event `gap`.",
-        query=EventsQuery, answer=None, handler=get_events,
+        query=EventsQuery, answer=None, handler=get_events, is_answered_here=True,
         headers=(
             RequestHeader(
                 name=LAST_EVENT_ID, brief="Id of the last event that was seen; the stream goes on after it.",

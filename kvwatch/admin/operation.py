@@ -91,6 +91,8 @@ class Operation:
     """Kinds of problem beside those that every operation has."""
     links: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Links of its answer to other operations, as OpenAPI has them."""
+    is_answered_here: bool = False
+    """Whether a sidecar answers it by itself, also for an engine in another process."""
     is_described: bool = True
     """Whether the OpenAPI document lists it."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from kvwatch.admin.access import REFUSALS, AccessGuard
 from kvwatch.admin.app import AdminApp
@@ -22,6 +23,9 @@ from kvwatch.ledger.view import Sample
 from kvwatch.listener import Listener
 from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.clock import Clock, SystemClock
+
+if TYPE_CHECKING:
+    from kvwatch.admin.grpc_service import ControlService
 
 NAME = "admin"
 
@@ -46,6 +50,7 @@ class AdminPart:
         self._guard: AccessGuard | None = None
         self._trail: AuditTrail | None = None
         self._socket: socket.socket | None = None
+        self._grpc: ControlService | None = None
         self.address: tuple[str, int] | None = None
         """Host and port, once open."""
 
@@ -65,6 +70,14 @@ class AdminPart:
         is_local = is_loopback(self.address[0])
         self._guard = AccessGuard(options, tokens, self._clock, is_loopback=is_local)
 
+    def grpc_service(self) -> "ControlService":
+        """Return the same API as a service for a gRPC server on the observatory's loop. Before the part runs."""
+        from kvwatch.admin.grpc_service import ControlService
+
+        if self._grpc is None:
+            self._grpc = ControlService()
+        return self._grpc
+
     def samples(self) -> Iterable[Sample]:
         """Return refused requests, and what the event streams have lost. Any thread."""
         guard, streams = self._guard, self._streams
@@ -83,6 +96,8 @@ class AdminPart:
         described = make_document(OPERATIONS, is_reading_open=is_loopback(self._socket.getsockname()[0]))
         site = Site(engines=self._engines, streams=self._streams, trail=self._trail, desk=desk, document=described)
         app = AdminApp(OPERATIONS, self._guard, site)
+        if self._grpc is not None:
+            self._grpc.attach(app)
         serving = asyncio.ensure_future(Listener(app, self._socket, BoundedStreamProtocol).serve(stop))
         reverting = asyncio.ensure_future(desk.run(stop))
         stopping = asyncio.ensure_future(stop.wait())

@@ -203,7 +203,7 @@ def _summary(engine: AdminEngine) -> EngineSummary:
         is_up=is_up,
         is_alive=engine.control.is_alive() if is_up else None,
         is_ready=engine.control.is_ready() if is_up else None,
-        can_change=engine.live is not None,
+        can_change=engine.live is not None or engine.forward is not None,
     )
 
 
@@ -215,6 +215,6 @@ OPERATIONS = (
     Operation(
         method="GET", path=f"{PREFIX}/pool", name="getPool", tag="read",
         brief="Blocks by tier, group and state, with the equation of the law.",
-        query=EngineQuery, answer=PoolAnswer, handler=get_pool,
+        query=EngineQuery, answer=PoolAnswer, handler=get_pool, is_answered_here=True,
     ),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import kvwatch.telemetry.events  # noqa: F401 - fills the registry
 from kvwatch.admin.operations import OPERATIONS
+from kvwatch.admin.verbs import verbs
 from kvwatch.derive.docs import events_section, metrics_section, replace_section, table
 from kvwatch.derive.lock import broken_promises, decode_lock, encode_lock, make_lock
 from kvwatch.derive.metrics import metric_specs
@@ -114,11 +115,18 @@ def _sources() -> str:
 
 
 def _operations() -> str:
-    described = [each for each in OPERATIONS if each.is_described]
-    return table(
-        ("method", "path", "role", "what"),
-        [(each.method, f"`{each.path}`", f"`{each.role}`", each.brief) for each in described],
-    )
+    rows = [
+        (
+            verb.operation.method,
+            f"`{verb.operation.path}`",
+            f"`{name}`",
+            f"`{verb.operation.role}`",
+            verb.operation.brief,
+        )
+        for name, verb in verbs(OPERATIONS).items()
+        if verb.operation.is_described
+    ]
+    return table(("method", "path", "verb", "role", "what"), rows)
 
 
 def _show(name: str, now: str, wanted: str) -> None:

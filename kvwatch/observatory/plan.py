@@ -147,10 +147,10 @@ class ObservatoryPlan:
         epoch = uuid.uuid4().hex
         live = Live(lambda: observatory)
         recorder = self.make_recorder(self.recorder, subject, epoch, live)
-        stream = self._make_stream(subject, epoch)
         otel = self.make_otel(subject, exemplars, live)
         desk = DiagnosisDesk(lambda: live.watched().samples(), lambda: subject.identity, subject.log.clock)
         admin = self._make_admin(subject, epoch, lambda: observatory.view, desk, recorder)
+        stream = self._make_stream(subject, epoch, admin)
         observatory = Observatory(
             subject.log,
             subject.control,
@@ -185,12 +185,13 @@ class ObservatoryPlan:
         )
         return RecorderPart(settings, headers, lambda: live.watched().mirror, take_state=live.state)
 
-    def _make_stream(self, subject: Subject, epoch: str) -> "StreamServer | None":
+    def _make_stream(self, subject: Subject, epoch: str, admin: "AdminPart | None") -> "StreamServer | None":
         if self.stream is None:
             return None
         from kvwatch.stream.server import StreamServer
 
-        return StreamServer(subject.log, subject.control, self.stream, subject.labels, epoch)
+        services = () if admin is None else (admin.grpc_service(),)
+        return StreamServer(subject.log, subject.control, self.stream, subject.labels, epoch, services)
 
     def _make_admin(
         self,

@@ -53,6 +53,8 @@ class EngineSpec:
     """`http(s)://HOST:PORT[/PATH]` or `grpc(s)://HOST:PORT`, without query."""
     token_file: str | None = None
     """File with the token or API key to send, on the first line that is no comment; read again at every connection."""
+    admin_token_file: str | None = None
+    """File with the token for the admin API of a kvwatch engine, likewise; none to leave it alone."""
     ca_file: str | None = None
     """PEM certificates to trust instead of the system's."""
     kv_events: str | None = None
@@ -77,6 +79,17 @@ class EngineSpec:
             ConfigError: the file cannot be read or holds none.
         """
         return None if self.token_file is None else read_token(self.token_file, f"{SETTING} {self.name}: token_file")
+
+    def admin_token(self) -> str:
+        """Return the token for the engine's admin API, as its file says now.
+
+        Raises:
+            ConfigError: there is no such file, or it holds none.
+        """
+        where = f"{SETTING} {self.name}: admin_token_file"
+        if self.admin_token_file is None:
+            raise ConfigError(f"{where} is not given; add ?admin_token_file=FILE to the URL")
+        return read_token(self.admin_token_file, where)
 
     def ca(self) -> bytes | None:
         """Return the certificates to trust, as their file says now; none for the system's.
@@ -112,6 +125,8 @@ def parse_engines(texts: Sequence[str]) -> list[EngineSpec]:
     for spec in specs:
         spec.token()
         spec.ca()
+        if spec.admin_token_file is not None:
+            spec.admin_token()
     return specs
 
 

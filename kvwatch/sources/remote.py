@@ -18,7 +18,8 @@ import structlog
 
 from kvwatch.errors import ControlError
 from kvwatch.ledger.view import HistogramSample, Sample
-from kvwatch.sources.engines import EngineSpec
+from kvwatch.sources.engines import SETTING, EngineSpec
+from kvwatch.sources.remote_control import RemoteControl
 from kvwatch.sources.remote_state import RemoteState
 from kvwatch.sources.source import Rank
 from kvwatch.stream.client import EventBatch, Interrupted, Item, Stream, TelemetryClient
@@ -46,6 +47,7 @@ class RemoteSource:
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
+        self._control = RemoteControl(spec)
         self._state: RemoteState | None = None
         self._labels: dict[str, str] = {}
         self._is_stopping = threading.Event()
@@ -95,6 +97,7 @@ class RemoteSource:
             stream.cancel()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(ended.wait(), JOIN_SECONDS)
+        self._control.close()
 
     def samples(self) -> Iterable[Sample | HistogramSample]:
         """Return how reading goes. Any thread."""
@@ -187,7 +190,18 @@ class RemoteSource:
         self.is_up = True
         if is_first:
             logger.info("the engine is watched", engine=self.name, model=self.model_name)
-            tell(Rank(self._dp_rank(), state.log, state, self.samples, lambda: self.is_up))
+            may_ask = self._spec.admin_token_file is not None
+            tell(
+                Rank(
+                    self._dp_rank(),
+                    state.log,
+                    state,
+                    self.samples,
+                    lambda: self.is_up,
+                    forward=self._control.call if may_ask else None,
+                    why_not=f"the sidecar has no token for it: add ?admin_token_file=FILE to {SETTING} {self.name}",
+                )
+            )
 
     def _take_events(self, batch: EventBatch) -> None:
         state = self._state

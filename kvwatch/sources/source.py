@@ -17,6 +17,7 @@ from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.schema import Metric
+from kvwatch.wire.control import CallReply, CallRequest
 
 FOREIGN_FEEDS: frozenset[Metric] = frozenset({m.KV_BLOCK_STORES, m.KV_BLOCK_EVICTIONS, m.KV_BLOCK_LIFETIME})
 """What the events of a vLLM or an SGLang can feed."""
@@ -36,6 +37,11 @@ class Rank:
     """Whether the rank is reached now; while it is not, gauges of its state are absent. Any thread."""
     feeds: frozenset[Metric] | None = None
     """Metrics that its events can feed, the others are absent; none for all, as of an engine of ours."""
+    forward: Callable[[CallRequest], CallReply] | None = None
+    """Has the engine's own admin API answer; raises `ControlError`. None if it has none, or may not be asked. Any
+    thread."""
+    why_not: str = "it tells its KV events and nothing else; kvwatch's own engine can"
+    """Why it may not be asked, if it may not."""
     block_size: Callable[[], int] = lambda: 0
     """Tokens of a block of a foreign engine, as it last said; 0 while it said nothing. Any thread."""
 

@@ -89,16 +89,22 @@ class Tokens:
 
 
 class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has no types
-    """Refuses calls without a token that is accepted."""
+    """Refuses calls without a token that is accepted.
 
-    def __init__(self, tokens: Tokens) -> None:
+    Args:
+        tokens: Those that are accepted.
+        others: How paths of services begin that decide by themselves.
+    """
+
+    def __init__(self, tokens: Tokens, others: tuple[str, ...] = ()) -> None:
         self._tokens = tokens
+        self._open = (HEALTH_PREFIX, *others)
         self._refusal = grpc.stream_stream_rpc_method_handler(_refuse)
 
     async def intercept_service(self, continuation: object, handler_call_details: object) -> object:
         """Let the call through, or answer it with a refusal."""
         details: grpc.HandlerCallDetails = handler_call_details
-        if not details.method.startswith(HEALTH_PREFIX):
+        if not details.method.startswith(self._open):
             sent = [value for key, value in details.invocation_metadata if key == AUTHORIZATION]
             token = sent[0] if len(sent) == 1 and isinstance(sent[0], str) else ""
             if not token.startswith(BEARER) or not self._tokens.accepts(token.removeprefix(BEARER)):

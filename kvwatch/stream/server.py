@@ -8,9 +8,9 @@ import asyncio
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -89,6 +89,24 @@ class _Subscribers:
         )
 
 
+class GrpcService(Protocol):
+    """A further service of the same server, which decides by itself who may call it."""
+
+    @property
+    def full_name(self) -> str:
+        """Its name with the package's."""
+        ...
+
+    @property
+    def descriptor(self) -> bytes:
+        """The file that describes it, for reflection."""
+        ...
+
+    def handlers(self) -> dict[str, Any]:
+        """Return gRPC's handlers by method."""
+        ...
+
+
 class TelemetryServer:
     """A `Part` of the observatory. `open` on the caller's thread, `run` and `close` on the observatory's.
 
@@ -97,6 +115,7 @@ class TelemetryServer:
         engines: What is streamed; more may be added while it runs.
         is_alive: Whether what is behind it makes progress, for health.
         is_ready: Whether it accepts requests, for health.
+        services: What else is offered on the same address.
     """
 
     name = NAME
@@ -108,11 +127,13 @@ class TelemetryServer:
         engines: StreamedEngines,
         is_alive: Callable[[], bool],
         is_ready: Callable[[], bool],
+        services: Sequence[GrpcService] = (),
     ) -> None:
         self._options = options
         self._engines = engines
         self._is_alive = is_alive
         self._is_ready = is_ready
+        self._services = services
         self._reserved: socket.socket | None = None
         self._tokens: Tokens | None = None
         self._credentials: grpc.ServerCredentials | None = None
@@ -176,7 +197,8 @@ class TelemetryServer:
     # ------------------------------------------------------------ gRPC
 
     def _make_server(self, health: Any) -> Any:
-        guards = [TokenGuard(self._tokens)] if self._tokens else []
+        others = tuple(f"/{each.full_name}/" for each in self._services)
+        guards = [TokenGuard(self._tokens, others)] if self._tokens else []
         server = grpc.aio.server(interceptors=guards, options=_SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
         handlers = {
             # Requests come as bytes: what gRPC cannot decode by itself it logs with a traceback, each time.
@@ -184,8 +206,12 @@ class TelemetryServer:
             SNAPSHOT.name: grpc.unary_stream_rpc_method_handler(self._snapshot, response_serializer=self._parts.encode),
         }
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)])
+        for each in self._services:
+            POOL.AddSerializedFile(each.descriptor)
+            server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(each.full_name, each.handlers())])
         add_HealthServicer_to_server(health, server)
-        names = (SERVICE.full_name, HEALTH_NAME, reflection.SERVICE_NAME)
+        own = (SERVICE.full_name, HEALTH_NAME, reflection.SERVICE_NAME)
+        names = (*own, *(each.full_name for each in self._services))
         reflection.enable_server_reflection(names, server, POOL)
         self._bind(server)
         return server
@@ -268,6 +294,7 @@ class StreamServer(TelemetryServer):
         options: Address and access.
         labels: Labels of the engine in all metrics; told to subscribers.
         epoch: Names this run of the engine; a random name if none is given.
+        services: What else is offered on the same address.
     """
 
     def __init__(
@@ -277,9 +304,10 @@ class StreamServer(TelemetryServer):
         options: StreamOptions,
         labels: Mapping[str, str] | None = None,
         epoch: str | None = None,
+        services: Sequence[GrpcService] = (),
     ) -> None:
         self.epoch = epoch or secrets.token_hex(8)
         """Names this run of the engine; another after every restart."""
         engines = StreamedEngines()
         engines.add(log, control.snapshot, dict(labels or {}), self.epoch)
-        super().__init__(options, engines, control.is_alive, control.is_ready)
+        super().__init__(options, engines, control.is_alive, control.is_ready, services)
