@@ -1,19 +1,20 @@
-"""For each alert: series that are well, then sick, then well again, minute by minute."""
+"""For each alert: series that are well, then sick, then well again, point by point; a point is a minute, or five."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 TARGET = 'job="kvwatch",instance="a:9400"'
 ENGINE = f'{TARGET},engine="chat",dp_rank="0",model_name="m"'
-DAY = 1440
+DAY = 24 * 12
+"""In points of five minutes."""
 
 Phase = tuple[int, float | None]
-"""Minutes, and a value; none for a series that is not there."""
+"""Points, and a value; none for a series that is not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One story. Times are minutes since its beginning."""
+    """One story. Times are points since its beginning."""
 
     alert: str
     series: dict[str, str]
@@ -21,22 +22,24 @@ class Case:
     """Before: the alert does not fire."""
     fires: int = 85
     clears: int = 170
+    minutes: int = 1
+    """Between two points: five where an alert looks back for hours, so that promtool has less to do."""
 
 
 def hold(*phases: Phase) -> str:
-    """Return a gauge that holds a value for some minutes, then another."""
-    return " ".join("_" if value is None else f"{value:g}" for minutes, value in phases for _ in range(minutes))
+    """Return a gauge that holds a value for some points, then another."""
+    return " ".join("_" if value is None else f"{value:g}" for points, value in phases for _ in range(points))
 
 
 def grow(*phases: tuple[int, float]) -> str:
-    """Return a counter that grows by so much a minute for some minutes, then by another amount."""
+    """Return a counter that grows by so much a point for some points, then by another amount."""
     return " ".join(f"{total:g}" for total in _totals(phases))
 
 
 def _totals(phases: tuple[tuple[int, float], ...]) -> Iterator[float]:
     total = 0.0
-    for minutes, step in phases:
-        for _ in range(minutes):
+    for points, step in phases:
+        for _ in range(points):
             yield total
             total += step
 
@@ -48,20 +51,20 @@ def of(name: str, **labels: str) -> str:
 
 
 def sick(well: float, ill: float) -> str:
-    """Return a gauge: well for 30 minutes, ill for 60, well for 120."""
+    """Return a gauge: well for 30 points, ill for 60, well for 120."""
     return hold((30, well), (60, ill), (120, well))
 
 
 def sick_counter(well: float, ill: float) -> str:
-    """Return a counter by its growth a minute: well for 30 minutes, ill for 60, well for 120."""
+    """Return a counter by its growth a point: well for 30 points, ill for 60, well for 120."""
     return grow((30, well), (60, ill), (120, well))
 
 
-def late(name: str, bound: str, ill_minutes: int = 60, well_minutes: int = 120) -> dict[str, str]:
-    """Return a histogram of 60 observations a minute, of which half are late while it is ill."""
-    whole = 30 + ill_minutes + well_minutes
+def late(name: str, bound: str, ill: int = 60, well: int = 120) -> dict[str, str]:
+    """Return a histogram of 60 observations a point, of which half are late while it is ill."""
+    whole = 30 + ill + well
     return {
-        of(f"{name}_bucket", le=bound): grow((30, 60), (ill_minutes, 30), (well_minutes, 60)),
+        of(f"{name}_bucket", le=bound): grow((30, 60), (ill, 30), (well, 60)),
         of(f"{name}_count"): grow((whole, 60)),
     }
 
@@ -165,12 +168,13 @@ TICKET_CASES: tuple[Case, ...] = (
     Case(
         alert="KVWatchHitRateCollapse",
         series={
-            of("prefix_cache_hit_tokens_total", tier="device"): grow((DAY + 60, 3000), (120, 300), (180, 3000)),
-            of("prefix_cache_queried_tokens_total"): grow((DAY + 360, 6000)),
+            of("prefix_cache_hit_tokens_total", tier="device"): grow((DAY + 12, 15_000), (24, 1500), (36, 15_000)),
+            of("prefix_cache_queried_tokens_total"): grow((DAY + 72, 30_000)),
         },
-        quiet=(30, DAY + 50),
-        fires=DAY + 170,
-        clears=DAY + 350,
+        quiet=(6, DAY + 10),
+        fires=DAY + 34,
+        clears=DAY + 70,
+        minutes=5,
     ),
     Case(
         alert="KVWatchQueueNearLimit",
@@ -181,8 +185,8 @@ TICKET_CASES: tuple[Case, ...] = (
             of("queue_limit", unit="tokens"): hold((210, 10)),
         },
     ),
-    Case(alert="KVWatchFirstTokenBurn", series=late(TTFT, "2.5", 120, 600), fires=140, clears=700),
-    Case(alert="KVWatchTokenLatencyBurn", series=late(ITL, "0.2", 120, 600), fires=140, clears=700),
+    Case(alert="KVWatchFirstTokenBurn", series=late(TTFT, "2.5", 24, 120), fires=50, clears=140, minutes=5),
+    Case(alert="KVWatchTokenLatencyBurn", series=late(ITL, "0.2", 24, 120), fires=50, clears=140, minutes=5),
     Case(
         alert="KVWatchTransferFailures",
         series={
@@ -244,18 +248,20 @@ QUIET_CASES: tuple[Case, ...] = (
     Case(
         alert="KVWatchHitRateCollapse",
         series={
-            of("prefix_cache_hit_tokens_total", tier="device"): grow((DAY + 60, 30), (120, 3), (180, 30)),
-            of("prefix_cache_queried_tokens_total"): grow((DAY + 360, 60)),
+            of("prefix_cache_hit_tokens_total", tier="device"): grow((DAY + 12, 150), (24, 15), (36, 150)),
+            of("prefix_cache_queried_tokens_total"): grow((DAY + 72, 300)),
         },
-        quiet=(30, DAY + 100, DAY + 170),
+        quiet=(6, DAY + 20, DAY + 34),
+        minutes=5,
     ),
     Case(
         alert="KVWatchHitRateCollapse",
         series={
-            of("prefix_cache_hit_tokens_total", tier="device"): grow((DAY + 60, 3000), (120, 300), (180, 3000)),
-            of("prefix_cache_queried_tokens_total"): grow((DAY + 60, 6000)) + " " + grow((300, 6000)),
+            of("prefix_cache_hit_tokens_total", tier="device"): grow((DAY + 12, 15_000), (24, 1500), (36, 15_000)),
+            of("prefix_cache_queried_tokens_total"): grow((DAY + 12, 30_000)) + " " + grow((60, 30_000)),
         },
-        quiet=(30, DAY + 100, DAY + 170),
+        quiet=(6, DAY + 20, DAY + 34),
+        minutes=5,
     ),
     # Waiting for blocks alone does not page: only together with late first tokens.
     Case(

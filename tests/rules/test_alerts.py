@@ -20,21 +20,21 @@ RULES = [str(FOLDER / name) for name in ("recording.rules.yaml", "alerts.rules.y
 
 
 def verdict_of_promtool(folder: Path, case: Case, firing: dict[int, bool]) -> str:
-    """Return what promtool has to say about an alert that should fire at these minutes; empty when it agrees."""
+    """Return what promtool has to say about an alert that should fire at these points; empty when it agrees."""
     story = {
         "rule_files": RULES,
-        "evaluation_interval": "1m",
+        "evaluation_interval": f"{case.minutes}m",
         "tests": [
             {
-                "interval": "1m",
+                "interval": f"{case.minutes}m",
                 "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
                 "promql_expr_test": [
                     {
                         "expr": FIRING.format(case.alert),
-                        "eval_time": f"{minute}m",
+                        "eval_time": f"{point * case.minutes}m",
                         "exp_samples": [{"labels": "{}", "value": int(fires)}],
                     }
-                    for minute, fires in firing.items()
+                    for point, fires in firing.items()
                 ],
             }
         ],
@@ -75,13 +75,13 @@ def test_an_alert_is_silent_when_only_a_part_of_its_condition_holds(case: Case, 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
 def test_summary_and_description_are_filled_in_with_labels_and_numbers(alert: Alert, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.alert == alert.name)
-    nothing = {"alertname": alert.name, "eval_time": f"{case.fires}m", "exp_alerts": []}
+    nothing = {"alertname": alert.name, "eval_time": f"{case.fires * case.minutes}m", "exp_alerts": []}
     story = {
         "rule_files": RULES,
-        "evaluation_interval": "1m",
+        "evaluation_interval": f"{case.minutes}m",
         "tests": [
             {
-                "interval": "1m",
+                "interval": f"{case.minutes}m",
                 "input_series": [{"series": name, "values": values} for name, values in case.series.items()],
                 "alert_rule_test": [nothing],
             }
