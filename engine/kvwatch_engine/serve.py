@@ -36,7 +36,7 @@ from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.settings import EngineSettings, PreemptionMode, VictimPolicy
 from kvwatch_engine.contracts.tenant import tenant_salt
 from kvwatch_engine.engine import Engine
-from kvwatch_engine.live import LiveEngine, RebuildLimits
+from kvwatch_engine.live import LiveEngine, LiveJournal, RebuildLimits
 from kvwatch_engine.memory.sizing import default_num_blocks, most_blocks_of_sequence, parse_watermark, watermark_ratio
 from kvwatch_engine.memory.tiers.tiers import DEFAULT_TRANSFER_SECONDS, TierSettings
 from kvwatch_engine.serve_admin import declared, tokenize_as_completions
@@ -239,10 +239,13 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
         dispatcher = OutputDispatcher()
         engine = _make_engine(settings, tiers, model, log, dispatcher)
         rebuilds = RebuildLimits(settings.max_rebuild_pause, settings.rebuild_cooldown)
+        journal = LiveJournal(cache_dir, settings.engine_name, settings.dp_rank)
+        journal.take()
         control = LiveEngine(
             engine,
             rebuilds if settings.allow_rebuild else None,
             salt_of=api_keys.salt_of if api_keys is not None else tenant_salt,
+            journal=journal,
         )
         subject = Subject(
             log,

@@ -74,7 +74,8 @@ class Changer:
         self._declared = live_values(core.settings)
         # Not from 0 at every start: what somebody has read of the engine before is out of date.
         self._version = core.log.clock.wall_ns() // 1_000_000
-        self._bytes_per_second = _ASSUMED_BYTES_PER_SECOND
+        self._bytes_per_second = {False: _ASSUMED_BYTES_PER_SECOND, True: _ASSUMED_BYTES_PER_SECOND}
+        """As last measured: of whole blocks, and of slots when the cache is rebuilt."""
         self._note_drift()
 
     def attach(self, key: SettingKey, setting: OutsideSetting) -> None:
@@ -187,11 +188,13 @@ class Changer:
                 )
 
     def _pause_seconds(self, plan: ChangePlan) -> float:
-        return plan.moved_bytes / self._bytes_per_second
+        return plan.moved_bytes / self._bytes_per_second[plan.rebuild is not None]
 
     def _carry_out(self, plan: ChangePlan, begun_ns: int, actor: str, reason: str) -> ChangeOutcome:
         clock = self._core.log.clock
         again = self._change_pool(plan, reason)
+        if plan.is_sized and self._rebuilder is not None:
+            self._rebuilder.sized_as = self._core.settings
         for key, value in plan.outside.items():
             self._outside[key].set(value)
         self._tell(plan.changes, actor, reason)
@@ -211,19 +214,23 @@ class Changer:
         if plan.rebuild is not None:
             assert self._rebuilder is not None, "it planned the rebuild"
             try:
-                return self._rebuilder.carry_out(plan.rebuild, plan.wanted, reason)
+                again = self._rebuilder.carry_out(plan.rebuild, plan.wanted, reason)
             finally:
                 self._rebuilt_ns = clock.monotonic_ns()
+            self._note_speed(plan, self._rebuilt_ns - begun_ns)
+            return again
         for request in plan.victims:
             core.scheduler.drop(request, "rebuild")
         if not plan.is_resize:
             core.adopt(plan.wanted)
             return plan.victims
         core.resize(PreparedResize(plan.wanted, core.resizer.plan(plan.wanted.num_blocks), reason))
-        duration_ns = clock.monotonic_ns() - begun_ns
-        if plan.moved_bytes >= 1 << 20 and duration_ns > 0:  # less says more about everything else
-            self._bytes_per_second = plan.moved_bytes / duration_ns * 1e9
+        self._note_speed(plan, clock.monotonic_ns() - begun_ns)
         return plan.victims
+
+    def _note_speed(self, plan: ChangePlan, duration_ns: int) -> None:
+        if plan.moved_bytes >= 1 << 20 and duration_ns > 0:  # less says more about everything else
+            self._bytes_per_second[plan.rebuild is not None] = plan.moved_bytes / duration_ns * 1e9
 
     def _tell(self, changed: Sequence[SettingChange], actor: str, reason: str) -> None:
         if not changed:

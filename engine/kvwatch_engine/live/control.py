@@ -1,6 +1,7 @@
 """`LiveControl` of an engine in this process: each call becomes a question to the engine thread. Any thread."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from kvwatch.control import (
@@ -18,7 +19,7 @@ from kvwatch.control import (
     SettingKey,
     SettingsState,
 )
-from kvwatch.errors import ChangeRefused
+from kvwatch.errors import ChangeRefused, ControlError
 from kvwatch.telemetry.snapshot import EngineSnapshot
 from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.settings import EngineSettings
@@ -27,6 +28,7 @@ from kvwatch_engine.core import EngineCore
 from kvwatch_engine.engine import Engine
 from kvwatch_engine.live.changer import Changer, RebuildLimits
 from kvwatch_engine.live.inspection import inspect_blocks, inspect_prefixes, inspect_requests
+from kvwatch_engine.live.journal import LiveJournal
 from kvwatch_engine.live.prefixes import LivePrefixes
 
 MAX_PAUSE_SECONDS: Final = 3600.0
@@ -45,6 +47,7 @@ class LiveEngine(LivePrefixes):
         rebuilds: RebuildLimits | None = None,
         on_phase: Callable[[str], None] = lambda _phase: None,
         salt_of: Callable[[str], str] = tenant_salt,
+        journal: LiveJournal | None = None,
     ) -> None:
         """Take what the engine is set to now as declared. Before it is started.
 
@@ -53,8 +56,10 @@ class LiveEngine(LivePrefixes):
             rebuilds: limits of rebuilds of the cache; none allows none.
             on_phase: is told each phase of a rebuild as it begins, on the engine thread; it may fail the rebuild.
             salt_of: gives the salt of a tenant's blocks; any thread.
+            journal: notes what is live and not declared.
         """
         super().__init__(engine, salt_of)
+        self._journal = journal
         self._changer = engine.before_start(lambda core: Changer(core, rebuilds, on_phase))
 
     def attach(self, key: SettingKey, setting: OutsideSetting) -> None:
@@ -100,13 +105,25 @@ class LiveEngine(LivePrefixes):
         def prepare(_core: EngineCore, arriving: Sequence[GenerationRequest]) -> _Prepared:
             return self._changer.prepare(changes, arriving, actor=actor, reason=reason, version=expected_version)
 
-        return self._engine.change(prepare, timeout_seconds)
+        try:
+            return self._engine.change(prepare, timeout_seconds)
+        finally:
+            self._note(timeout_seconds=_ANSWER_SECONDS)
 
     def declare(
         self, keys: Sequence[str], *, actor: str, reason: str, timeout_seconds: float = _ANSWER_SECONDS
     ) -> SettingsState:
         """Let the live values of these settings be the declared ones."""
-        return self._engine.ask(lambda _core: self._changer.declare(keys, actor, reason), timeout_seconds)
+        state = self._engine.ask(lambda _core: self._changer.declare(keys, actor, reason), timeout_seconds)
+        self._note(timeout_seconds)
+        return state
+
+    def _note(self, timeout_seconds: float) -> None:
+        """Write down what is live and not declared."""
+        if self._journal is not None:
+            with suppress(ControlError):  # an engine that has stopped has nothing live
+                state = self.settings(timeout_seconds)
+                self._journal.write({str(each.key): each.live for each in state.settings if each.has_drifted})
 
     # ------------------------------------------------------------ admission and requests
 

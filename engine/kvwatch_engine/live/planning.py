@@ -33,6 +33,8 @@ class ChangePlan:
     pool_bytes: int | None = None
     """Memory of the pool afterwards; none when it stays."""
     is_resize: bool = False
+    is_sized: bool = False
+    """Whether whoever asked has chosen the number of blocks."""
     rebuild: RebuildPlan | None = None
     notes: tuple[str, ...] = ()
 
@@ -77,7 +79,13 @@ def plan_change(
     changed = tuple(SettingChange(key, values[key], now[key]) for key in values if values[key] != now[key])
     requests = list(accepted)
     _check_requests(core, wanted, requests)
-    plan = ChangePlan(wanted=wanted, changes=changed, outside=asked, notes=tuple(_notes(core, wanted)))
+    plan = ChangePlan(
+        wanted=wanted,
+        changes=changed,
+        outside=asked,
+        is_sized="num_blocks" in changes,
+        notes=tuple(_notes(core, wanted)),
+    )
     if is_rebuilt and rebuilder is not None:
         return _with_rebuild(core, plan, rebuilder.plan(wanted, requests))
     return plan if wanted.num_blocks == core.settings.num_blocks else _with_resize(core, plan, requests)

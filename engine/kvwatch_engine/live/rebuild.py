@@ -69,14 +69,18 @@ class Rebuilder:
         self._memory = memory
         self._max_pause_seconds = max_pause_seconds
         self._on_phase = on_phase
+        self.sized_as = core.settings
+        """Settings of the last time that somebody chose the number of blocks: other layouts get as much memory."""
 
     def sized(self, wanted: EngineSettings) -> EngineSettings:
-        """Return the settings with as many blocks as the memory of the present pool holds.
+        """Return the settings with as many blocks as fit into the memory that somebody last chose for the pool.
+
+        So the way back to a layout leads back to its number of blocks, however they were rounded.
 
         Raises:
             ChangeRefused: such blocks are not possible.
         """
-        now, capacity = self._layout(self._core.settings), self._core.settings.num_blocks - 1
+        now, capacity = self._layout(self.sized_as), self.sized_as.num_blocks - 1
         then = self._layout(wanted)
         if now.has_same_content(then):
             num_blocks = 1 + capacity * now.block_size // then.block_size

@@ -99,6 +99,10 @@ def test_the_pool_keeps_its_memory_unless_told_otherwise() -> None:
     assert {c.key for c in both.changes} == {"block_size", "num_blocks", "max_num_seqs"}
     assert (core.settings.num_blocks, core.manager.pool.num_blocks, core.block_bytes) == (30, 30, 32)
     assert change(changer, {"block_size": 4, "kv_dtype": "int8"}).is_rebuild
+    for size in (3, 7, 1, 2):  # whatever is rounded on the way, the way back leads back
+        change(changer, {"block_size": size})
+    change(changer, {"kv_dtype": "auto"})
+    assert core.settings.num_blocks == 30
 
 
 def test_another_type_has_everything_computed_again() -> None:
