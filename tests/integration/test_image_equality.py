@@ -1,6 +1,5 @@
 """Prompts with images: greedy text equals transformers' `generate`, token for token, however the engine gets there."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,20 +7,16 @@ from typing import Any
 import pytest
 import torch
 from builders import run_until_idle
+from image_engine import BLOCK_SIZE, answers, cached_tokens, check, make_engine
 from image_oracle import NUM_NEW_TOKENS, Oracle, Prompt
 from tiny_vision_model import IMAGE, NUM_IMAGE_TOKENS, make_tiny_vision_model
 
-from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.contracts.settings import EngineSettings
-from kvwatch_engine.core import EngineCore
-from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.image_encoder import ImageEncoder
 from kvwatch_engine.model.loader import LoadedModel, load_model
-from kvwatch_engine.model.runner import ModelRunner
 from kvwatch_engine.scheduling.limits import check_valid
 
-BLOCK_SIZE = 4
 TEXTS: list[tuple[str, tuple[int, ...]]] = [
     (f"{IMAGE}what is this?", (1,)),
     (f"a picture: {IMAGE}", (2,)),
@@ -51,42 +46,9 @@ def model(folder: Path) -> LoadedModel:
     return load_model(str(folder), dtype="float32")
 
 
-def make_engine(model: LoadedModel, **settings: Any) -> EngineCore:
-    values = {
-        "block_size": BLOCK_SIZE, "num_blocks": 400, "max_model_len": 256, "max_num_seqs": 8, "max_batch_tokens": 256,
-        "vocab_size": model.info.vocab_size,
-    }  # fmt: skip
-    config = EngineSettings(**{**values, **settings})
-    cache = KVCache(model.cache_spec(config.block_size), config.num_blocks)
-    return EngineCore(config, ModelRunner(model, cache), EventLog())
-
-
 def encoder_of(model: LoadedModel) -> ImageEncoder:
     assert model.images is not None
     return model.images
-
-
-def answers(core: EngineCore, prompts: Sequence[Prompt]) -> list[list[int]]:
-    for index, prompt in enumerate(prompts):
-        core.add(prompt.request(str(index)), 0)
-    tokens = run_until_idle(core)
-    core.check_integrity()
-    assert core.manager.pool.num_used == 0
-    return [tokens[str(index), 0] for index in range(len(prompts))]
-
-
-def check(oracle: Oracle, prompts: Sequence[Prompt], found: Sequence[list[int]]) -> None:
-    for prompt, answer in zip(prompts, found, strict=True):
-        oracle.check(prompt, answer)
-
-
-def cached_tokens(core: EngineCore, prompt: Prompt) -> int:
-    """Run a prompt; return how many of its tokens were found in the prefix cache."""
-    core.add(prompt.request("r"), 0)
-    outputs = []
-    while core.has_work:
-        outputs += core.step()
-    return max(output.num_cached_tokens for output in outputs)
 
 
 def test_the_pictures_make_a_difference(oracle: Oracle) -> None:

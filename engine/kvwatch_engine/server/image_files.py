@@ -16,7 +16,11 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """What is decoded; of moving images the first frame."""
 MAX_SIDE_RATIO = 100
 """Scaled to the model's size on its shorter side, a thin strip would be many times longer than it is now."""
+MAX_JPEG_SCANS = 64
+"""A progressive JPEG has about ten; a file of a few bytes for each scan could have a million, each over all pixels."""
 
+_SCAN = b"\xff\xda"
+"""The marker before a scan; image data cannot hold it."""
 _MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 _DATA_URL = re.compile(r"data:([a-zA-Z]+/[\w.+-]+)?((?:;[\w.+-]+=[\w.+-]*)*)(;base64)?,", re.ASCII)
 _MAX_PREFIX_CHARS = 256
@@ -70,6 +74,8 @@ def decode_image(base64: str, max_pixels: int, param: str) -> Image.Image:
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             _check_size(*image.size, max_pixels, param)
+            if image.format == "JPEG":
+                _check_scans(data.count(_SCAN), param)
             image.load()
             return ImageOps.exif_transpose(image).convert("RGB")
     except RequestInvalid:
@@ -90,6 +96,15 @@ def _check_size(width: int, height: int, max_pixels: int, param: str) -> None:
     if max(width, height) > MAX_SIDE_RATIO * min(width, height):
         raise RequestInvalid(
             f"{param} has {width} x {height} pixels; its longer side may be {MAX_SIDE_RATIO} times the shorter one",
+            param=param,
+            code=_INVALID,
+        )
+
+
+def _check_scans(num_scans: int, param: str) -> None:
+    if num_scans > MAX_JPEG_SCANS:
+        raise RequestInvalid(
+            f"{param} has {num_scans} scans, but {MAX_JPEG_SCANS} are the limit; save it anew",
             param=param,
             code=_INVALID,
         )
