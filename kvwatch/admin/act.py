@@ -3,7 +3,6 @@
 Every act has a line in the audit trail before it is done and one that says what came of it.
 """
 
-import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
@@ -16,6 +15,7 @@ from kvwatch.admin.config import Reason
 from kvwatch.admin.engines import AdminEngine, EngineQuery
 from kvwatch.admin.operation import PREFIX, Answer, Call, Operation
 from kvwatch.admin.problems import Problem
+from kvwatch.admin.threads import off_loop
 from kvwatch.admin.tokens import Role
 from kvwatch.control import AdmissionState, PinnedPrefix, PrefixControl, PrefixReset, PrefixScope
 from kvwatch.errors import ControlError, ExporterError
@@ -125,7 +125,7 @@ class DumpAnswer(msgspec.Struct, frozen=True, kw_only=True):
 async def get_admission(call: Call[EngineQuery, None]) -> Answer:
     """Show whether admission is paused."""
     live = call.site.engines.find(call.query).require_live()
-    return Answer(AdmissionAnswer(admission=await asyncio.to_thread(live.admission)))
+    return Answer(AdmissionAnswer(admission=await off_loop(live.admission)))
 
 
 async def pause(call: Call[EngineQuery, Pause]) -> Answer:
@@ -186,7 +186,7 @@ def _not_live(request: str) -> str:
 async def get_pins(call: Call[EngineQuery, None]) -> Answer:
     """Show all pins."""
     prefixes = _prefixes(call.site.engines.find(call.query))
-    return Answer(PinsAnswer(await asyncio.to_thread(prefixes.pinned_prefixes)))
+    return Answer(PinsAnswer(await off_loop(prefixes.pinned_prefixes)))
 
 
 async def pin(call: Call[EngineQuery, Pin]) -> Answer:
@@ -205,7 +205,7 @@ async def pin(call: Call[EngineQuery, Pin]) -> Answer:
     if body.text:
         if engine.tokenize is None:
             raise Problem(problems.UNSUPPORTED, "texts cannot be turned into tokens here; give token_ids")
-        token_ids = await asyncio.to_thread(engine.tokenize, body.text)
+        token_ids = await off_loop(engine.tokenize, body.text)
     scope = PrefixScope(cache_salt=body.cache_salt, tenant=body.tenant)
     prefix, entry = await _act(
         call, engine, "prefix.pin", f"{len(token_ids)} tokens",
@@ -218,7 +218,7 @@ async def unpin(call: Call[EngineQuery, Why]) -> Answer:
     """End a pin."""
     engine, name, actor = call.site.engines.find(call.query), call.path["pin"], call.caller.name
     prefixes, reason = _prefixes(engine), call.body.reason
-    if all(each.pin != name for each in await asyncio.to_thread(prefixes.pinned_prefixes)):
+    if all(each.pin != name for each in await off_loop(prefixes.pinned_prefixes)):
         raise Problem(problems.NOT_FOUND, f"there is no pin {name!r}; GET {PREFIX}/pins lists all")
     prefix, entry = await _act(
         call, engine, "prefix.unpin", name, lambda: prefixes.unpin_prefix(name, actor=actor, reason=reason)
@@ -277,11 +277,9 @@ async def _act(
 ) -> tuple[T, AuditEntry]:
     """Do something with a line in the audit trail before and after it."""
     trail = call.site.trail
-    begun = await asyncio.to_thread(
-        trail.begin, call.site.entry(call.caller, engine, action, call.body.reason, subject)
-    )
+    begun = await off_loop(trail.begin, call.site.entry(call.caller, engine, action, call.body.reason, subject))
     try:
-        result = await asyncio.to_thread(do)
+        result = await off_loop(do)
     except ControlError as error:
         trail.end(msgspec.structs.replace(begun, outcome="refused", message=str(error)))
         raise

@@ -19,6 +19,7 @@ from kvwatch.admin.audit import AuditEntry, AuditTrail, utc
 from kvwatch.admin.declared_file import DeclaredFile, PreparedFile
 from kvwatch.admin.engines import AdminEngine, AdminEngines
 from kvwatch.admin.problems import Problem
+from kvwatch.admin.threads import off_loop
 from kvwatch.control import ChangeOutcome, LiveControl, SettingValue
 from kvwatch.errors import ChangeConflict, ChangeFailed, ConfigError, ControlError
 from kvwatch.telemetry.clock import Clock
@@ -106,7 +107,7 @@ class ChangeDesk:
         live = engine.require_live()
         prepared = await self._prepare(engine, wanted) if wanted.is_persistent else None
         try:
-            entry = await asyncio.to_thread(self._trail.begin, wanted.entry)
+            entry = await off_loop(self._trail.begin, wanted.entry)
             try:
                 outcome = await self._apply(live, entry, wanted)
             except ControlError as error:
@@ -157,7 +158,7 @@ class ChangeDesk:
             if source == "flag" or source.startswith("environment"):
                 raise Problem(problems.CONFLICT, f"{key} is set by {source}, which wins over the file; change it there")
         try:
-            return await asyncio.to_thread(self._file.prepare, wanted.changes)
+            return await off_loop(self._file.prepare, wanted.changes)
         except ConfigError as error:
             raise Problem(problems.CONFLICT, str(error)) from error
 
@@ -167,7 +168,7 @@ class ChangeDesk:
                 wanted.changes, actor=entry.actor, reason=entry.reason, expected_version=wanted.expected_version
             )
 
-        return await asyncio.to_thread(apply)
+        return await off_loop(apply)
 
     def _refused(self, entry: AuditEntry, error: ControlError) -> None:
         outcome = "failed" if isinstance(error, ChangeFailed) else "refused"
@@ -190,17 +191,15 @@ class ChangeDesk:
         is_declared = False
         if prepared is not None:
             try:
-                await asyncio.to_thread(prepared.commit)
-                await asyncio.to_thread(
-                    lambda: live.declare(list(wanted.changes), actor=entry.actor, reason=entry.reason)
-                )
+                await off_loop(prepared.commit)
+                await off_loop(lambda: live.declare(list(wanted.changes), actor=entry.actor, reason=entry.reason))
                 is_declared, message = True, "written to the configuration file"
             except (OSError, ControlError) as error:
                 message = f"it is live, but could not be declared: {error}"
         leases = {} if is_declared else dict(wanted.changes)
         for key in wanted.changes:
             self._desks[engine.name, engine.dp_rank].leases.pop(key, None)
-        state = await asyncio.to_thread(live.settings)
+        state = await off_loop(live.settings)
         has_drifted = {str(each.key) for each in state.settings if each.has_drifted}
         kept = {key: value for key, value in leases.items() if key in has_drifted}
         expires_at = self._lease(engine, kept, wanted.expires_in, entry.id) if kept else None
@@ -236,7 +235,7 @@ class ChangeDesk:
 
     async def _revert(self, engine: AdminEngine, expired: Mapping[str, Lease]) -> None:
         live = engine.require_live()
-        state = await asyncio.to_thread(live.settings)
+        state = await off_loop(live.settings)
         declared = {str(each.key): each.declared for each in state.settings if each.key in expired}
         numbers = sorted({lease.audit for lease in expired.values()})
         reason = f"the time of change {', '.join(map(str, numbers))} is over"

@@ -1,6 +1,5 @@
 """`config`, `config/diff` and `audit`: what is set, what was declared, who changed it; and changing it."""
 
-import asyncio
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,6 +13,7 @@ from kvwatch.admin.engines import AdminEngine, EngineQuery, given
 from kvwatch.admin.live_config import ConfigAnswer, DiffAnswer, config_answer, diff_answer
 from kvwatch.admin.operation import PREFIX, Answer, Call, NoQuery, Operation, RequestHeader
 from kvwatch.admin.problems import Problem
+from kvwatch.admin.threads import off_loop
 from kvwatch.admin.tokens import Role
 from kvwatch.control import LIVE_SETTINGS, ChangeOutcome, ChangePreview, LiveSetting, SettingValue
 
@@ -121,7 +121,7 @@ async def get_config(call: Call[EngineQuery, None]) -> Answer:
 async def get_diff(call: Call[EngineQuery, None]) -> Answer:
     """Show what has drifted."""
     engine = call.site.engines.find(call.query)
-    state = await asyncio.to_thread(engine.require_live().settings)
+    state = await off_loop(engine.require_live().settings)
     return Answer(diff_answer(engine, state, call.site.desk.expiries(engine)))
 
 
@@ -140,7 +140,7 @@ async def get_audit_entry(call: Call[NoQuery, None]) -> Answer:
 
 
 async def _config(call: Call[Any, Any], engine: AdminEngine) -> ConfigAnswer:
-    state = await asyncio.to_thread(engine.require_live().settings)
+    state = await off_loop(engine.require_live().settings)
     return config_answer(engine, state, call.site.desk.expiries(engine))
 
 
@@ -188,7 +188,7 @@ async def revert(call: Call[ChangeQuery, Revert]) -> Answer:
     engine = call.site.engines.find(EngineQuery(engine=entry.engine, dp_rank=entry.dp_rank))
     changes: dict[str, SettingValue] = {each.key: each.old for each in entry.changes}
     async with call.site.desk.turn(engine):
-        state = await asyncio.to_thread(engine.require_live().settings)
+        state = await off_loop(engine.require_live().settings)
         now = {each.key: each.live for each in state.settings}
         other = next((each for each in entry.changes if now.get(each.key) != each.new), None)
         if other is not None:
@@ -210,7 +210,7 @@ async def revert(call: Call[ChangeQuery, Revert]) -> Answer:
 
 
 async def _preview(engine: AdminEngine, changes: dict[str, SettingValue]) -> ChangePreview:
-    return await asyncio.to_thread(engine.require_live().preview, changes)
+    return await off_loop(engine.require_live().preview, changes)
 
 
 async def _apply(call: Call[Any, Any], engine: AdminEngine, wanted: WantedChange) -> Answer:

@@ -1,11 +1,11 @@
 """`GET diagnosis`: what whoever mounted it says of the engines. Knows no rule."""
 
-import asyncio
 from typing import Any
 
 import msgspec
 
 from kvwatch.admin.operation import PREFIX, Answer, Call, NoQuery, Operation
+from kvwatch.admin.threads import off_loop
 
 
 class DiagnosisAnswer(msgspec.Struct, frozen=True):
@@ -17,7 +17,7 @@ class DiagnosisAnswer(msgspec.Struct, frozen=True):
 async def get_diagnosis(call: Call[NoQuery, None]) -> Answer:
     """Show what is the matter."""
     known = [each.diagnose for each in call.site.engines.all() if each.diagnose is not None]
-    return Answer(DiagnosisAnswer(await asyncio.to_thread(lambda: [msgspec.to_builtins(ask()) for ask in known])))
+    return Answer(DiagnosisAnswer(await off_loop(lambda: [msgspec.to_builtins(ask()) for ask in known])))
 
 
 OPERATIONS = (

@@ -4,7 +4,6 @@ What the ledger and the log here know is answered here, also while the engine is
 the engine under the sidecar's own token, which has to have the role; who asked the sidecar is in both audit trails.
 """
 
-import asyncio
 from typing import Any
 from urllib.parse import urlencode
 
@@ -14,6 +13,7 @@ from starlette.responses import Response
 
 from kvwatch.admin.engines import AdminEngine, EngineQuery
 from kvwatch.admin.operation import Call, Operation
+from kvwatch.admin.threads import off_loop
 from kvwatch.errors import ControlError
 from kvwatch.wire.control import CallReply, CallRequest
 
@@ -47,7 +47,7 @@ async def forward(engine: AdminEngine, call: Call[Any, Any], request: Request, b
     if call.body is None or getattr(call.query, "dry_run", False):
         return _response(await _send(engine, asked))
     entry = call.site.entry(call.caller, engine, ACTION, call.body.reason, f"{asked.method} {path}")
-    begun = await asyncio.to_thread(call.site.trail.begin, entry)
+    begun = await off_loop(call.site.trail.begin, entry)
     try:
         reply = await _send(engine, asked)
     except ControlError as error:
@@ -60,7 +60,7 @@ async def forward(engine: AdminEngine, call: Call[Any, Any], request: Request, b
 
 async def _send(engine: AdminEngine, request: CallRequest) -> CallReply:
     assert engine.forward is not None
-    return await asyncio.to_thread(engine.forward, request)
+    return await off_loop(engine.forward, request)
 
 
 def _response(reply: CallReply) -> Response:

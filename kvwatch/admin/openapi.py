@@ -9,7 +9,7 @@ from kvwatch import __version__
 from kvwatch.admin import problems
 from kvwatch.admin.app import JSON_TYPE, MAX_BODY_BYTES
 from kvwatch.admin.engines import EngineQuery
-from kvwatch.admin.operation import EVENT_STREAM, Operation
+from kvwatch.admin.operation import EVENT_STREAM, Operation, RequestHeader
 from kvwatch.admin.problems import PROBLEM_TYPE, ProblemBody, ProblemKind
 from kvwatch.admin.routing import MAX_PARAMETER_LENGTH
 from kvwatch.admin.tokens import Role
@@ -28,6 +28,8 @@ _WITH_ENGINE = (
     problems.CONFLICT,
     problems.UNAVAILABLE,
 )
+
+_ETAG = {"ETag": {"required": True, "schema": {"type": "string"}}}
 
 _MESSAGE = {
     "type": "object",
@@ -131,9 +133,15 @@ def _parameters(each: Operation) -> list[dict[str, Any]]:
             "description": header.brief,
             "schema": {"type": "string"} | ({"pattern": header.pattern} if header.pattern else {}),
         }
-        for header in each.headers
+        for header in _headers(each)
     ]
     return found
+
+
+def _headers(each: Operation) -> Iterable[RequestHeader]:
+    yield from each.headers
+    if each.answer is not None and not each.is_change:
+        yield RequestHeader(name="If-None-Match", brief="ETag of what is known; it is not sent again unchanged.")
 
 
 def _responses(each: Operation) -> dict[str, Any]:
@@ -145,10 +153,12 @@ def _responses(each: Operation) -> dict[str, Any]:
             "content": {JSON_TYPE: {"schema": _schema(each.answer)}},
         }
         if not each.is_change:
-            good["headers"] = {"ETag": {"required": True, "schema": {"type": "string"}}}
+            good["headers"] = _ETAG
     if each.links:
         good["links"] = dict(each.links)
-    responses = {"200": good}
+    responses: dict[str, Any] = {"200": good}
+    if each.answer is not None and not each.is_change:
+        responses["304"] = {"description": "It has not changed.", "headers": _ETAG}
     by_status: dict[int, list[ProblemKind]] = {}
     for kind in _problems(each):
         if kind not in by_status.setdefault(kind.status, []):

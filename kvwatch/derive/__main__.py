@@ -24,6 +24,7 @@ from kvwatch.sources.knowledge import SOURCES, knowledge
 from kvwatch.stream.contract import SCHEMA
 from kvwatch.telemetry.metrics import CATALOGUE
 from kvwatch.telemetry.schema import REGISTRY
+from kvwatch.wire.control import proto_text as control_proto_text
 
 Generate = Callable[[str], str]
 """Takes what the file says now (empty when it is new) and returns what it should say."""
@@ -42,6 +43,7 @@ def artefacts() -> dict[str, Generate]:
         "docs/configuration.md": _configuration,
         "docs/admin.md": lambda page: replace_section(page, "operations", _operations()),
         "kvwatch/stream/telemetry.proto": _proto,
+        "kvwatch/wire/control.proto": lambda _: control_proto_text(),
         "tests/golden/exposition.txt": lambda _: sample_page("text").decode(),
     }
 

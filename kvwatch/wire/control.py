@@ -66,6 +66,28 @@ def _file() -> FileDescriptorProto:
     return made
 
 
+def proto_text() -> str:
+    """Return the `.proto` file of the service."""
+    lines = [
+        "// The admin API over gRPC; docs/admin.md. Derived from kvwatch/wire/control.py: run `make derive`.",
+        'syntax = "proto3";',
+        f"package {PACKAGE};",
+        "",
+        "service Control {",
+        f"  rpc {METHOD}(CallRequest) returns (CallReply);",
+        "}",
+    ]
+    names = {str: "string", bytes: "bytes", int: "int64"}
+    for struct in (CallRequest, CallReply):
+        lines += ["", f"message {struct.__name__} {{"]
+        lines += [
+            f"  {names[field.type]} {field.name} = {number};"
+            for number, field in enumerate(msgspec.structs.fields(struct), 1)
+        ]
+        lines.append("}")
+    return "\n".join(lines) + "\n"
+
+
 DESCRIPTOR: bytes = _file().SerializeToString()
 """The description of the service, for reflection."""
 
