@@ -11,15 +11,21 @@ from typing import Any
 import pytest
 import torch
 from beam_reference import Found, engine_beams, reference_beams
-from builders import make_settings
+from builders import Recorder, make_settings
 from prompts import PROMPTS
+from slot_store import InlineWorker
 from tiny_models import VOCAB_SIZE, embedded_model_folder, make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvwatch.telemetry.events import SwappedIn
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.sampling import BeamParams, EarlyStopping
 from kvwatch_engine.core import EngineCore
+from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.kv_cache import KVCache
+from kvwatch_engine.memory.tiers.block_file import StoreIdentity
+from kvwatch_engine.memory.tiers.device import device_store
+from kvwatch_engine.memory.tiers.tiers import Machine, MemoryTiers, TierSettings
 from kvwatch_engine.model.loader import LoadedModel, load_model
 from kvwatch_engine.model.runner import ModelRunner
 from kvwatch_engine.scheduling.policy import worst_case_blocks
@@ -52,7 +58,7 @@ def reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def make_engine(model: LoadedModel, ends: Sequence[int] = (), **settings: Any) -> EngineCore:
+def make_engine(model: LoadedModel, ends: Sequence[int] = (), *, host_blocks: int = 0, **settings: Any) -> EngineCore:
     values: dict[str, object] = {
         "num_blocks": 400, "block_size": 8, "max_model_len": 512, "max_num_seqs": 32, "max_batch_tokens": 128,
         "vocab_size": model.info.vocab_size, "eos_token_ids": tuple(ends), **settings,
@@ -60,7 +66,23 @@ def make_engine(model: LoadedModel, ends: Sequence[int] = (), **settings: Any) -
     limits = make_settings(**values)
     cache = KVCache(model.cache_spec(limits.block_size), limits.num_blocks)
     cache.data.fill_(float("nan"))
-    return EngineCore(limits, ModelRunner(model, cache), EventLog())
+    log = EventLog()
+
+    def make_tiers(manager: BlockManager) -> MemoryTiers:
+        spec = cache.spec
+        identity = StoreIdentity(
+            weights_fingerprint=model.info.weights_fingerprint,
+            kv_dtype=spec.dtype,
+            block_size=spec.block_size,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+        )
+        tiers = TierSettings(host_bytes=host_blocks * spec.block_bytes)
+        machine = Machine(device_store(lambda: cache), make_worker=InlineWorker)
+        return MemoryTiers(manager, tiers, machine, identity, spec.block_bytes, log)
+
+    return EngineCore(limits, ModelRunner(model, cache), log, make_tiers=make_tiers if host_blocks else None)
 
 
 def check(found: list[Found], expected: list[Found]) -> None:
@@ -92,6 +114,20 @@ def test_every_way_of_searching_finds_what_transformers_finds(
         [found] = engine_beams(make_engine(model, ends), [prompt], beams=beams, n=width, max_tokens=max_tokens)
 
         check(found, reference_beams(reference, prompt, beams, max_tokens=max_tokens, ends=ends))
+
+
+def test_never_searches_on_where_false_stops_as_in_transformers(model: LoadedModel, reference: Any) -> None:
+    num_different = 0
+    for seed in range(6):
+        random = Random(seed)
+        ends, prompt = random.sample(range(3, VOCAB_SIZE), 20), random_prompt(random)
+        found: list[list[Found]] = []
+        for early_stopping in (False, "never"):
+            beams = BeamParams(width=2, early_stopping=early_stopping)
+            found += engine_beams(make_engine(model, ends), [prompt], beams=beams, n=2, max_tokens=40)
+            check(found[-1], reference_beams(reference, prompt, beams, max_tokens=40, ends=ends))
+        num_different += found[0] != found[1]
+    assert num_different, "the seeds are meant to show the difference"
 
 
 def test_penalties_and_a_least_length_change_scores_as_in_transformers(model: LoadedModel, reference: Any) -> None:
@@ -127,6 +163,26 @@ def test_groups_that_preempt_each_other_in_a_pool_too_small_find_the_same(
     found = engine_beams(core, prompts, beams=beams, n=4, max_tokens=30)
 
     assert core.scheduler.num_preemptions > 0, "the pool is meant to be too small"
+    for prompt, group in zip(prompts, found, strict=True):
+        check(group, reference_beams(reference, prompt, beams, max_tokens=30))
+
+
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_groups_that_are_swapped_out_and_in_find_the_same(model: LoadedModel, reference: Any, block_size: int) -> None:
+    """What beams share is moved once, and shared again."""
+    random = Random(5)
+    prompts = [random_prompt(random) for _ in range(4)]
+    beams = BeamParams(width=4, early_stopping="never")
+    capacity = max(worst_case_blocks(len(prompt), 30, 4, block_size) for prompt in prompts)
+    core = make_engine(
+        model, block_size=block_size, num_blocks=1 + capacity, preemption_mode="swap", host_blocks=4 * capacity
+    )
+    recorder = Recorder(core.log)
+
+    found = engine_beams(core, prompts, beams=beams, n=4, max_tokens=30)
+
+    swapped = [event for event in recorder.drain() if isinstance(event, SwappedIn)]
+    assert swapped, "the pool is meant to be too small"
     for prompt, group in zip(prompts, found, strict=True):
         check(group, reference_beams(reference, prompt, beams, max_tokens=30))
 

@@ -70,10 +70,13 @@ def in_background(server: RunningServer, **body: object) -> Iterator[Future[http
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_client_that_hangs_up_while_tokens_come_frees_its_blocks(folder: Path, is_stream: bool) -> None:
+@pytest.mark.parametrize("use_beam_search", [False, True])
+def test_a_client_that_hangs_up_while_tokens_come_frees_its_blocks(
+    folder: Path, is_stream: bool, use_beam_search: bool
+) -> None:
     """vllm#24586, sglang#36552: the client was gone and generation went on."""
     with arithmetic_server(folder, slow_model()) as server:
-        with request_sent(server, {**LONG, "stream": is_stream, "n": 2}):
+        with request_sent(server, {**LONG, "stream": is_stream, "n": 2, "use_beam_search": use_beam_search}):
             wait_until(lambda: server.num_used_blocks > 8)
 
         assert server.wait_idle() < 4, "all 400 steps take 8 s"

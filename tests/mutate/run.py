@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mutate.fault import Fault, PatchError
+from mutate.faults_engine import ENGINE
 from mutate.faults_exporters import EXPORTERS
 from mutate.faults_insight import INSIGHT
 from mutate.faults_kernels_cpu import KERNELS_CPU
@@ -26,6 +27,7 @@ from mutate.trial import Outcome, Verdict, check_imports, copy_tree, run_tests, 
 
 ROOT = Path(__file__).parents[2]
 AREAS: dict[str, tuple[Fault, ...]] = {
+    "engine": ENGINE,
     "exporters": EXPORTERS,
     "insight": INSIGHT,
     "kernels-cpu": KERNELS_CPU,

@@ -18,6 +18,8 @@ class BeamGroups:
 
     def advance(self, request: Request, search: BeamSearch) -> list[SequenceOutput]:
         """Take a step of a search that has all candidates; return what its caller is told: nothing until it is over."""
+        beams = [request.sequences[place] for place in search.beams]
+        assert all(each.num_computed == each.num_tokens for each in beams), "candidates of blocks that were lost"
         moves = search.advance()
         if moves is None:
             return self._finish(request, search.ended)

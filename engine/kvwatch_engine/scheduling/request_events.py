@@ -29,6 +29,7 @@ def queued_event(request: Request) -> RequestQueued:
         sampling.seed,
         request.priority,
         salt_digest(request.cache_salt, request.tenant_salt),
+        0 if sampling.beams is None else sampling.beams.width,
     )
 
 

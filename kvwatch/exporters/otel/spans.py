@@ -275,6 +275,8 @@ def _parameters(queued: RequestQueued) -> Attributes:
         attributes["gen_ai.request.seed"] = queued.seed
     if queued.num_sequences != 1:
         attributes["gen_ai.request.choice.count"] = queued.num_sequences
+    if queued.beam_width:
+        attributes["kvwatch.request.beam_width"] = queued.beam_width
     for name, text in (("kvwatch.tenant", queued.tenant), ("kvwatch.adapter", queued.adapter)):
         if text:
             attributes[name] = clean(text)

@@ -39,6 +39,7 @@ class RequestQueued(Event):
     seed: Annotated[int | None, identity(15, "Seed that the caller gave.")] = None
     priority: Annotated[int, value(16, "Priority; 0 is served first.", "1")] = 0
     salt: Annotated[str, identity(17, "Digest of the cache salt, the same for equal salts; empty without one.")] = ""
+    beam_width: Annotated[int, value(18, "Beams that hold blocks at once; 0 unless it is a beam search.", "1")] = 0
 
 
 @event(

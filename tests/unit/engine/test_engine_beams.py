@@ -1,6 +1,7 @@
 """Beams share what they have in common, copy only a partial block, and live and end together."""
 
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvwatch.telemetry.events import (
     RequestResumed,
     StepScheduled,
 )
+from kvwatch.telemetry.events.request import PreemptionMode
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, SequenceOutput
@@ -135,13 +137,9 @@ def test_a_group_that_is_preempted_finds_what_it_would_have_found_in_peace(
     log = EventLog()
     recorder = Recorder(log)
     model = NullModel()
-
-    def make_tiers(manager: BlockManager) -> DictTiers:
-        return DictTiers(manager, log, model, Random(0))
-
     core = make_core(
         model, log, num_blocks=36, max_num_seqs=12, preemption_mode=mode, enable_prefix_cache=enable_prefix_cache,
-        make_tiers=make_tiers if mode == "swap" else None,
+        make_tiers=partial(tiers_of, log, model) if mode == "swap" else None,
     )  # fmt: skip
     ledger = LedgerFollower(log, core.snapshot)
     for request in requests:
@@ -180,6 +178,32 @@ def test_a_group_that_is_recomputed_computes_once_what_beams_have_in_common_with
     events = recorder.drain()
     assert [event.recompute_tokens for event in events if isinstance(event, RequestResumed)] == [expected]
     assert [event.recomputed_tokens for event in events if isinstance(event, RequestFinished)] == [expected]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_group_that_is_preempted_between_two_of_its_beams_finds_the_same(mode: PreemptionMode) -> None:
+    """Some of its beams have their candidates already, the others not: the budget was too short for all."""
+    num_preempted = 0
+    for number in range(12):
+        request = search_request(prompt=[number, *PROMPT[: 1 + number % 5]], max_tokens=16)
+        expected = finish(core_with(request))
+        log, model = EventLog(), NullModel()
+        make_tiers = partial(tiers_of, log, model) if mode == "swap" else None
+        core = make_core(model, log, max_batch_tokens=3, make_tiers=make_tiers, preemption_mode=mode)
+        core.add(request, 0)
+        for _ in range(8 + number):
+            core.step()
+        [live] = core.scheduler.lifecycle.running
+        done = [each.num_computed == each.num_tokens for each in live.sequences]
+        num_preempted += any(done) and not all(done)
+        core.scheduler._preemption._preempt(live, live, can_swap=True)
+
+        assert finish(core) == expected
+    assert num_preempted > 3
+
+
+def tiers_of(log: EventLog, model: NullModel, manager: BlockManager) -> DictTiers:
+    return DictTiers(manager, log, model, Random(0))
 
 
 def test_who_looks_into_the_engine_sees_what_beams_hold_share_and_save() -> None:

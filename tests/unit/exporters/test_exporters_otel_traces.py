@@ -17,6 +17,7 @@ from kvwatch.telemetry.events import (
     RequestResumed,
 )
 from kvwatch_engine.contracts.request import RequestOrigin
+from kvwatch_engine.contracts.sampling import BeamParams
 
 # ---------------------------------------------------------------- the shape of a trace
 
@@ -100,6 +101,17 @@ def test_parallel_samples_show_their_sharing_and_their_copies() -> None:
     assert found["kvwatch.kv.shared_blocks"] == 2 * 3, "two forks share the prompt's three blocks"
     assert found["kvwatch.kv.copied_blocks"] == 2, "one copy for each sequence but the last owner"
     assert sum(dict(event.attributes or {})["kvwatch.kv.blocks"] == 1 for event in copies) == 2
+
+
+def test_a_beam_search_shows_its_width_and_counts_what_it_returns() -> None:
+    traced = Traced()
+    traced.add(of("r", range(10), max_tokens=5, n=2, beams=BeamParams(width=4), ignore_eos=True))
+    traced.run()
+
+    found = attributes(traced.root("r"))
+    assert found["kvwatch.request.beam_width"] == 4
+    assert found["gen_ai.request.choice.count"] == 2
+    assert found["gen_ai.usage.output_tokens"] == 2 * 5
 
 
 def test_the_callers_trace_is_continued() -> None:
