@@ -9,12 +9,10 @@ blocks; knows neither scheduling nor tensors. Check, then act, for all groups at
 free blocks returns None or False and has changed nothing.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 
-from kvwatch.telemetry.events import BlocksCopied, BlocksLaidOut, BlocksShared, SequenceForked
+from kvwatch.telemetry.events import BlocksLaidOut, BlocksShared, SequenceForked
 from kvwatch.telemetry.events.block import GROUPS, AllocationReason, ReleaseReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import SequenceState
@@ -23,44 +21,12 @@ from kvwatch_engine.contracts.errors import CacheCorruption
 from kvwatch_engine.memory.block_hash import HashChain, TokenSlice, hash_in_group
 from kvwatch_engine.memory.block_pool import BlockPool, Owner, StoredRun
 from kvwatch_engine.memory.group_tables import GroupTables
+from kvwatch_engine.memory.holds import Holds
 from kvwatch_engine.memory.layout import Layout
 from kvwatch_engine.memory.prefix import Prefix, blocks_of_prefix, longest_prefix
 from kvwatch_engine.memory.relocation import Relocation
 from kvwatch_engine.memory.strict import StoredContents
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """One block to be copied before the next write (copy-on-write)."""
-
-    source: BlockId
-    destination: BlockId
-
-
-@dataclass(slots=True)
-class KeptTable:
-    """Block tables of a sequence that were released while transfers read or write its blocks."""
-
-    owner: Owner
-    blocks: list[list[BlockId]]
-    """For each group the blocks held, the last one first."""
-    reason: ReleaseReason
-    num_holds: int
-    """Transfers that have not ended."""
-
-
-@dataclass(slots=True)
-class PlannedWrite:
-    """What one group's table needs before a write."""
-
-    group: GroupTables
-    table: list[BlockId]
-    shared: list[int]
-    """Places whose blocks have another owner."""
-    num_missing: int
-    """Blocks to be appended."""
-    own: list[BlockId] = field(default_factory=list)
-    new: list[BlockId] = field(default_factory=list)
+from kvwatch_engine.memory.table_write import BlockCopy, TableWriter
 
 
 class BlockManager:
@@ -106,9 +72,8 @@ class BlockManager:
         self._emit_token_ids = emit_token_ids
         self._log = log
         self._tables = self.groups[0].tables
-        self._holds: Counter[Owner] = Counter()
-        self._kept: list[KeptTable] = []
-        """Tables that were released while transfers read or write their blocks, the oldest first."""
+        self._writer = TableWriter(pool, self.groups, log)
+        self._holds = Holds()
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold `num_tokens` tokens in one group."""
@@ -208,7 +173,7 @@ class BlockManager:
 
     def num_blocks_to_write(self, owner: Owner, start: int, end: int) -> int:
         """Return how many free blocks are needed before tokens `start` to `end` can be written."""
-        return sum(len(each.shared) + each.num_missing for each in self._plan_write(owner, start, end))
+        return self._writer.num_blocks_for(owner, start, end)
 
     def prepare_write(
         self, owner: Owner, start: int, end: int, reason: AllocationReason
@@ -219,20 +184,7 @@ class BlockManager:
             The copies that must be carried out before the write (usually none); None, with nothing changed, when too
             few blocks are free.
         """
-        planned = self._plan_write(owner, start, end)
-        if not planned:
-            return ()
-        if sum(len(each.shared) + each.num_missing for each in planned) > self.pool.num_free:
-            return None
-        if not all(self._take(each, owner, reason) for each in planned):
-            self._take_back(planned, owner)
-            return None
-        copies: tuple[BlockCopy, ...] = ()
-        for each in planned:
-            each.table += each.new
-            if each.shared:
-                copies += self._unshare(owner, each)
-        return copies
+        return self._writer.prepare(owner, start, end, reason)
 
     def record_written(self, owner: Owner, start: int, end: int) -> list[BlockId]:
         """Note that the K/V of tokens `start` to `end` is being written; return the blocks that it is written to."""
@@ -242,10 +194,11 @@ class BlockManager:
         all_written: list[BlockId] = []
         for group in self.groups:
             written = group.tables[owner][first : last + 1]
-            for block in written[:-1]:
-                filled[block] = size
             filled[written[-1]] = end - last * size
-            all_written += written
+            if first < last:
+                for block in written[:-1]:
+                    filled[block] = size
+            all_written = all_written + written if all_written else written
         return all_written
 
     def store_full(self, owner: Owner, chain: HashChain, num_computed: int, tokens: TokenSlice) -> None:
@@ -304,7 +257,7 @@ class BlockManager:
         num_blocks = -(-num_tokens // self.block_size)
         shared = [group.fork(parent, child, num_blocks, num_full) for group in self.groups]
         if self._log.active:
-            if any(kept.owner == parent for kept in self._kept):  # it has two tables: blocks have to be named
+            if self._holds.keeps(parent):  # it has two tables: blocks have to be named
                 for group, blocks in zip(self.groups, shared, strict=True):
                     self._emit_shared(child, blocks, group.number)
             else:
@@ -329,10 +282,7 @@ class BlockManager:
         if owner not in self._tables:
             return
         held = [group.close(owner) for group in self.groups]
-        num_holds = self._holds.pop(owner, 0)
-        if num_holds:
-            self._kept.append(KeptTable(owner, held, reason, num_holds))
-        else:
+        if not self._holds.keep(owner, held, reason):
             self._release(owner, held, reason)
 
     # ------------------------------------------------------------------ transfers
@@ -344,25 +294,18 @@ class BlockManager:
         began.
         """
         assert owner in self._tables, f"{owner} has no block table"
-        self._holds[owner] += 1
+        self._holds.begin(owner)
 
     def end_hold(self, owner: Owner) -> None:
         """End the oldest hold of a sequence; a table that was released becomes free with its last one."""
-        kept = next((kept for kept in self._kept if kept.owner == owner), None)
-        if kept is None:
-            self._holds[owner] -= 1
-            if not self._holds[owner]:
-                del self._holds[owner]
-            return
-        kept.num_holds -= 1
-        if not kept.num_holds:
-            self._kept.remove(kept)
+        kept = self._holds.end(owner)
+        if kept is not None:
             self._release(owner, kept.blocks, kept.reason)
 
     @property
     def num_holds(self) -> int:
         """Sequences whose blocks take part in transfers: nobody may move these blocks."""
-        return len(self._holds) + len(self._kept)
+        return len(self._holds)
 
     def rebuild(self, tables: Mapping[Owner, Sequence[int]], num_distinct: int) -> list[BlockId] | None:
         """Give sequences of one request block tables that share as `tables` says, in new blocks of the one group.
@@ -432,7 +375,7 @@ class BlockManager:
     def to_states(self) -> list[SequenceState]:
         """Return all block tables for a snapshot."""
         tables: dict[tuple[Owner, int], list[BlockId]] = {}
-        for kept in self._kept:
+        for kept in self._holds:
             for number, blocks in enumerate(kept.blocks):
                 tables.setdefault((kept.owner, number), []).extend(reversed(blocks))
         for group in self.groups:
@@ -452,7 +395,7 @@ class BlockManager:
         self.pool.check_integrity()
         occurrences = [0] * self.pool.num_blocks
         for group in self.groups:
-            kept = [each.blocks[group.number] for each in self._kept]
+            kept = [each.blocks[group.number] for each in self._holds]
             for blocks in (*map(group.held, group.tables), *kept):
                 for block in blocks:
                     occurrences[block] += 1
@@ -465,46 +408,6 @@ class BlockManager:
                 raise CacheCorruption(f"block {index}: reference count {count}, but it is in {expected} tables")
 
     # ------------------------------------------------------------------ parts
-
-    def _plan_write(self, owner: Owner, start: int, end: int) -> list[PlannedWrite]:
-        """Return what has to be done before a write, group by group; empty when nothing has."""
-        size = self.block_size
-        num_blocks, first = -(-end // size), start // size
-        ref_counts = self.pool.ref_counts
-        planned: list[PlannedWrite] = []
-        for group in self.groups:
-            table = group.tables[owner]
-            num_missing = num_blocks - len(table)
-            if num_missing <= 0 and num_blocks - first == 1:  # one token in a block that is there: nearly always
-                shared = [first] if ref_counts[table[first]] > 1 else []
-            else:
-                shared = group.shared_in(table, start, end)
-            if num_missing > 0 or shared:
-                planned.append(PlannedWrite(group, table, shared, max(0, num_missing)))
-        return planned
-
-    def _take(self, planned: PlannedWrite, owner: Owner, reason: AllocationReason) -> bool:
-        """Take the blocks of one group's write; False when the pool refuses some against its own count."""
-        number = planned.group.number
-        if planned.shared:
-            own = self.pool.allocate(len(planned.shared), owner, "cow", number)
-            if own is None:
-                return False
-            planned.own = own
-        if planned.num_missing:
-            new = self.pool.allocate(planned.num_missing, owner, reason, number)
-            if new is None:
-                return False
-            planned.new = new
-        return True
-
-    def _take_back(self, planned: Iterable[PlannedWrite], owner: Owner) -> None:
-        """Undo `_take`, whatever it has taken."""
-        for each in planned:
-            if each.new:
-                self.pool.release(each.new[::-1], owner, "truncated", each.group.number)
-            if each.own:
-                self.pool.release(each.own, owner, "cow", each.group.number)
 
     def _give_back(
         self, owner: Owner, reused: Sequence[list[BlockId]], tables: Sequence[list[BlockId]], num_hits: int
@@ -574,18 +477,3 @@ class BlockManager:
 
     def _emit_shared(self, owner: Owner, blocks: Sequence[BlockId], group: int) -> None:
         self._log.append(BlocksShared(owner.request, owner.sequence, list(blocks), group=GROUPS[group]))
-
-    def _unshare(self, owner: Owner, planned: PlannedWrite) -> tuple[BlockCopy, ...]:
-        """Put blocks of the sequence's own into places of its table that hold shared ones."""
-        table, number = planned.table, planned.group.number
-        shared = [table[place] for place in planned.shared]
-        filled_slots = self.pool.filled_slots
-        for place, source, destination in zip(planned.shared, shared, planned.own, strict=True):
-            table[place] = destination
-            filled_slots[destination] = filled_slots[source]
-        if self._log.active:
-            self._log.append(
-                BlocksCopied(owner.request, owner.sequence, list(shared), list(planned.own), group=GROUPS[number])
-            )
-        self.pool.release(shared, owner, "cow", number)
-        return tuple(map(BlockCopy, shared, planned.own))

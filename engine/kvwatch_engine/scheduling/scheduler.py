@@ -18,7 +18,8 @@ from kvwatch_engine.contracts.request import FinishReason, SequenceOutput
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepResult
 from kvwatch_engine.contracts.tiers import Tiers, TransferKind
-from kvwatch_engine.memory.block_manager import BlockCopy, BlockManager
+from kvwatch_engine.memory.block_manager import BlockManager
+from kvwatch_engine.memory.table_write import BlockCopy
 from kvwatch_engine.scheduling.admission import Admission
 from kvwatch_engine.scheduling.cost_model import CostModel
 from kvwatch_engine.scheduling.deadlines import Deadlines

@@ -8,8 +8,9 @@ import numpy as np
 from kvwatch_engine.contracts.adapter import AdapterSpan
 from kvwatch_engine.contracts.image import ImageSpan
 from kvwatch_engine.contracts.step import GroupBlocks, SampleRow, StepInput
-from kvwatch_engine.memory.block_manager import BlockCopy, BlockManager
+from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.group_tables import GroupTables
+from kvwatch_engine.memory.table_write import BlockCopy
 from kvwatch_engine.scheduling.request import Sequence
 
 
