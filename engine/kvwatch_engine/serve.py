@@ -230,6 +230,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
     with bind(_join(settings.host, settings.port), "--host and --port") as bound:
         from kvwatch.http_protocol import BoundedRequestProtocol
         from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app
+        from kvwatch_engine.server.adapter_desk import AdapterDesk
         from kvwatch_engine.server.api_keys import ApiKeys
         from kvwatch_engine.server.runtime import make_server, serve_until_signal
 
@@ -247,6 +248,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
             salt_of=api_keys.salt_of if api_keys is not None else tenant_salt,
             journal=journal,
         )
+        adapters = AdapterDesk()
         subject = Subject(
             log,
             control,
@@ -255,6 +257,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
             api=(settings.host, settings.port or None),
             live=control,
             prefixes=control,
+            adapters=adapters,
             declared=declared(resolved),
             config_file=resolved.path,
             tokenize=tokenize_as_completions(model.info.folder),
@@ -272,6 +275,11 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
             lora=adapter_options(settings, loras, model.adapters),
         )
         serving = Serving(model.info, engine, built)
+
+        def on_ready() -> None:
+            adapters.open(app.state.adapters)
+            _announce(settings, serving, bound.getsockname()[1], time.monotonic() - started)
+
         try:
             engine.start()
             built.observatory.start()
@@ -284,7 +292,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
                 engine,
                 app.state.drain,
                 settings.drain_seconds,
-                lambda: _announce(settings, serving, bound.getsockname()[1], time.monotonic() - started),
+                on_ready,
             )
             asyncio.run(until_signal)
         finally:

@@ -7,7 +7,7 @@
     problems.py               errors
     engines.py, site.py       what handlers work with
     operations.py             all operations
-    pool.py, inspect.py, event_stream.py, config.py, act.py ...  handlers, each with its operations
+    pool.py, inspect.py, event_stream.py, config.py, act.py, adapters.py ...  handlers, each with its operations
     change_desk.py, live_config.py, declared_file.py, audit.py   changes, their expiry and their record
     grpc_service.py, forwarding.py   the same over gRPC, and what a sidecar has its engine answer
     command.py, verbs.py      `kvwatch admin`, with a verb for each operation

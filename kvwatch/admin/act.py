@@ -132,7 +132,7 @@ async def pause(call: Call[EngineQuery, Pause]) -> Answer:
     """Pause admission for a time."""
     engine, body = call.site.engines.find(call.query), call.body
     live, actor = engine.require_live(), call.caller.name
-    state, entry = await _act(
+    state, entry = await act(
         call, engine, "admission.pause", f"{body.seconds:g} s",
         lambda: live.pause_admission(body.seconds, actor=actor, reason=body.reason),
     )  # fmt: skip
@@ -143,7 +143,7 @@ async def resume(call: Call[EngineQuery, Why]) -> Answer:
     """Admit waiting requests again."""
     engine = call.site.engines.find(call.query)
     live, actor, reason = engine.require_live(), call.caller.name, call.body.reason
-    state, entry = await _act(
+    state, entry = await act(
         call, engine, "admission.resume", "", lambda: live.resume_admission(actor=actor, reason=reason)
     )
     return Answer(AdmissionAnswer(admission=state, audit=entry))
@@ -153,7 +153,7 @@ async def drain(call: Call[EngineQuery, Drain]) -> Answer:
     """Begin to drain."""
     engine = call.site.engines.find(call.query)
     live, seconds = engine.require_live(), call.body.grace_seconds
-    _, entry = await _act(call, engine, "drain", f"{seconds:g} s", lambda: live.begin_drain(seconds))
+    _, entry = await act(call, engine, "drain", f"{seconds:g} s", lambda: live.begin_drain(seconds))
     return Answer(ActAnswer(audit=entry, message="new requests are refused; those that were accepted go on"))
 
 
@@ -168,7 +168,7 @@ async def abort(call: Call[EngineQuery, Why]) -> Answer:
         raise ControlError(_not_live(request))
 
     try:
-        _, entry = await _act(call, engine, "request.abort", request, end)
+        _, entry = await act(call, engine, "request.abort", request, end)
     except ControlError as error:
         if str(error) != _not_live(request):
             raise
@@ -196,7 +196,7 @@ async def pin(call: Call[EngineQuery, Pin]) -> Answer:
     if sum((bool(body.token_ids), bool(body.text), bool(body.request))) != 1:
         raise Problem(problems.CONFLICT, "name the prefix by exactly one of token_ids, text and request")
     if body.request:
-        prefix, entry = await _act(
+        prefix, entry = await act(
             call, engine, "prefix.pin", f"request {body.request}",
             lambda: prefixes.pin_request(body.request, body.num_tokens, actor=actor, reason=body.reason),
         )  # fmt: skip
@@ -207,7 +207,7 @@ async def pin(call: Call[EngineQuery, Pin]) -> Answer:
             raise Problem(problems.UNSUPPORTED, "texts cannot be turned into tokens here; give token_ids")
         token_ids = await off_loop(engine.tokenize, body.text)
     scope = PrefixScope(cache_salt=body.cache_salt, tenant=body.tenant)
-    prefix, entry = await _act(
+    prefix, entry = await act(
         call, engine, "prefix.pin", f"{len(token_ids)} tokens",
         lambda: prefixes.pin_prefix(token_ids, scope, actor=actor, reason=body.reason),
     )  # fmt: skip
@@ -220,7 +220,7 @@ async def unpin(call: Call[EngineQuery, Why]) -> Answer:
     prefixes, reason = _prefixes(engine), call.body.reason
     if all(each.pin != name for each in await off_loop(prefixes.pinned_prefixes)):
         raise Problem(problems.NOT_FOUND, f"there is no pin {name!r}; GET {PREFIX}/pins lists all")
-    prefix, entry = await _act(
+    prefix, entry = await act(
         call, engine, "prefix.unpin", name, lambda: prefixes.unpin_prefix(name, actor=actor, reason=reason)
     )
     return Answer(PinAnswer(prefix=prefix, audit=entry))
@@ -230,7 +230,7 @@ async def reset(call: Call[EngineQuery, Reset]) -> Answer:
     """Forget the content of the prefix cache."""
     engine, body, actor = call.site.engines.find(call.query), call.body, call.caller.name
     prefixes = _prefixes(engine)
-    done, entry = await _act(
+    done, entry = await act(
         call, engine, "prefix.reset", "all" if body.unpin else "",
         lambda: prefixes.reset_prefix_cache(
             actor=actor, reason=body.reason, unpin=body.unpin, wait_seconds=body.wait_seconds
@@ -263,7 +263,7 @@ async def dump(call: Call[EngineQuery, Why]) -> Answer:
             raise ControlError(str(error) or f"nothing was written within {DUMP_SECONDS:g} s") from error
 
     try:
-        name, entry = await _act(call, engine, "flight.dump", "", dump_now)
+        name, entry = await act(call, engine, "flight.dump", "", dump_now)
     except ControlError as error:
         raise Problem(problems.CONFLICT, str(error)) from error
     return Answer(DumpAnswer(file=name, audit=entry))
@@ -272,7 +272,7 @@ async def dump(call: Call[EngineQuery, Why]) -> Answer:
 # ---------------------------------------------------------------- all of them
 
 
-async def _act(
+async def act(
     call: Call[Any, Any], engine: AdminEngine, action: str, subject: str, do: Callable[[], T]
 ) -> tuple[T, AuditEntry]:
     """Do something with a line in the audit trail before and after it."""
@@ -289,10 +289,11 @@ async def _act(
     return result, trail.end(msgspec.structs.replace(begun, outcome="done"))
 
 
-def _action(  # noqa: PLR0913 - by keyword
+def action(  # noqa: PLR0913 - by keyword
     *, path: str, name: str, brief: str, body: Any, answer: type[msgspec.Struct], handler: Any, method: str = "POST",
     links: Any = None,
 ) -> Operation:  # fmt: skip
+    """Return an operation that changes something, needs the role for it, and has a reason in its body."""
     return Operation(
         method=method, path=f"{PREFIX}/{path}", name=name, brief=brief, tag="act", role=Role.OPERATE, query=EngineQuery,
         body=body, answer=answer, handler=handler, problems=(problems.NO_AUDIT,), links=links or {},
@@ -305,19 +306,19 @@ OPERATIONS = (
         brief="Whether waiting requests are admitted, or for how long not.",
         query=EngineQuery, answer=AdmissionAnswer, handler=get_admission,
     ),
-    _action(
+    action(
         path="admission/pause", name="pauseAdmission", brief="Admit no waiting request for a time; who runs goes on.",
         body=Pause, answer=AdmissionAnswer, handler=pause,
     ),
-    _action(
+    action(
         path="admission/resume", name="resumeAdmission", brief="Admit waiting requests again.",
         body=Why, answer=AdmissionAnswer, handler=resume,
     ),
-    _action(
+    action(
         path="drain", name="drain", brief="Refuse new requests from now on; it cannot be undone.",
         body=Drain, answer=ActAnswer, handler=drain,
     ),
-    _action(
+    action(
         path="requests/{request}/abort", name="abortRequest", brief="End a request and free its blocks.",
         body=Why, answer=ActAnswer, handler=abort,
     ),
@@ -325,19 +326,19 @@ OPERATIONS = (
         method="GET", path=f"{PREFIX}/pins", name="listPins", tag="read", brief="Prefixes that stay.",
         query=EngineQuery, answer=PinsAnswer, handler=get_pins,
     ),
-    _action(
+    action(
         path="pins", name="pinPrefix", brief="Keep a prefix that is cached now, named by tokens, text or request.",
         body=Pin, answer=PinAnswer, handler=pin,
         links={"unpin": {"operationId": "unpinPrefix", "parameters": {"pin": "$response.body#/prefix/pin"}}},
     ),
-    _action(
+    action(
         path="pins/{pin}/unpin", name="unpinPrefix", brief="End a pin.", body=Why, answer=PinAnswer, handler=unpin,
     ),
-    _action(
+    action(
         path="prefix-cache/reset", name="resetPrefixCache", brief="Forget what the prefix cache holds, in all tiers.",
         body=Reset, answer=ResetAnswer, handler=reset,
     ),
-    _action(
+    action(
         path="flight/dump", name="dumpFlight", brief="Have the flight recorder written out.",
         body=Why, answer=DumpAnswer, handler=dump,
     ),

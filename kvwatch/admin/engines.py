@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from kvwatch.admin import problems
 from kvwatch.admin.problems import Problem
-from kvwatch.control import EngineControl, LiveControl, PrefixControl
+from kvwatch.control import AdapterControl, EngineControl, LiveControl, PrefixControl
 from kvwatch.ledger.view import View
 from kvwatch.telemetry.log import EventLog
 from kvwatch.wire.control import CallReply, CallRequest
@@ -70,6 +70,8 @@ class AdminEngine:
     """Why it can neither be looked into nor changed, if it cannot."""
     prefixes: PrefixControl | None = None
     """Pins and the reset of its prefix cache."""
+    adapters: AdapterControl | None = None
+    """Its LoRA adapters."""
     tokenize: Callable[[str], list[int]] | None = None
     """Turns text into tokens as its prompts are. Any thread."""
     dump_flight: Callable[[str], Future[Path]] | None = None

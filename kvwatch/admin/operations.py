@@ -1,6 +1,6 @@
 """Everything that the admin API answers."""
 
-from kvwatch.admin import act, config, diagnosis, document, event_stream, inspect, pool
+from kvwatch.admin import act, adapters, config, diagnosis, document, event_stream, inspect, pool
 from kvwatch.admin.operation import Operation
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -11,5 +11,6 @@ OPERATIONS: tuple[Operation, ...] = (
     *diagnosis.OPERATIONS,
     *config.OPERATIONS,
     *act.OPERATIONS,
+    *adapters.OPERATIONS,
 )
 """All operations; the OpenAPI document, the command line and docs/admin.md are derived from them."""

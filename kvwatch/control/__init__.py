@@ -4,9 +4,11 @@ settings.py    which settings can change live, and how
 changes.py     what a change is and what the engine answers
 inspection.py  what can be looked up
 prefixes.py    pins and the reset of the prefix cache
+adapters.py    LoRA adapters of a server
 protocol.py    the calls
 """
 
+from kvwatch.control.adapters import AdapterControl, AdapterInfo
 from kvwatch.control.changes import (
     AdmissionState,
     ChangeOutcome,
@@ -35,6 +37,8 @@ from kvwatch.control.settings import LIVE_SETTINGS, ChangeKind, LiveSetting, Set
 from kvwatch.telemetry.events.control import SettingKey
 
 __all__ = [
+    "AdapterControl",
+    "AdapterInfo",
     "LIVE_SETTINGS",
     "MAX_PAGE",
     "AdmissionState",

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvwatch.config import parse_bytes
-from kvwatch.control import EngineControl, LiveControl, OutsideSetting, PrefixControl, SettingKey, SettingValue
+from kvwatch.control import (
+    AdapterControl,
+    EngineControl,
+    LiveControl,
+    OutsideSetting,
+    PrefixControl,
+    SettingKey,
+    SettingValue,
+)
 from kvwatch.errors import ConfigError
 from kvwatch.exporters.exemplars import ExemplarStore
 from kvwatch.exporters.identity import COMMON_LABELS, EngineIdentity
@@ -57,6 +65,8 @@ class Subject:
     """Looks into it and changes it; none for an engine of another project."""
     prefixes: PrefixControl | None = None
     """Pins and the reset of its prefix cache; none where that is not possible."""
+    adapters: AdapterControl | None = None
+    """Its LoRA adapters; none where that is not possible."""
     declared: "Sequence[DeclaredSetting]" = ()
     """Its settings with the source of each, for the admin API."""
     config_file: str | None = None
@@ -215,6 +225,7 @@ class ObservatoryPlan:
                 control=subject.control,
                 live=subject.live,
                 prefixes=subject.prefixes,
+                adapters=subject.adapters,
                 tokenize=subject.tokenize,
                 dump_flight=None if recorder is None else recorder.trigger,
                 diagnose=desk.diagnosis,

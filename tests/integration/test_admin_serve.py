@@ -5,6 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 from admin_stage import TOKEN_FILE, TOKENS
+from lora_adapters import make_adapter
 from openai_server import wait_until
 from server_process import serve_process
 from tiny_models import make_tiny_model
@@ -55,3 +56,30 @@ def test_a_server_is_looked_into_and_changed(folder: Path, tmp_path: Path) -> No
     (ended,) = (line for line in lines if "live values end" in str(line.get("event", "")))
     assert ended["live"] == {"log_level": "error", "num_blocks": 150}
     assert len(audit.read_text(encoding="utf-8").splitlines()) == len(told)
+
+
+def test_adapters_are_loaded_and_unloaded(folder: Path, tmp_path: Path) -> None:
+    tokens, adapters = tmp_path / "tokens", tmp_path / "adapters"
+    tokens.write_text(TOKEN_FILE, encoding="utf-8")
+    adapters.mkdir()
+    make_adapter(folder, adapters / "one", seed=1)
+    with serve_process(folder, "--lora-dir", str(adapters), "--admin-token-file", str(tokens)) as server:
+        ready = next(line for line in server.lines if line.get("event") == "ready")
+        headers = {"Authorization": f"Bearer {TOKENS['operate']}"}
+        with httpx.Client(base_url=str(ready["admin"]), headers=headers, timeout=60, trust_env=False) as client:
+            assert client.get("/adapters").json() == {"adapters": []}
+
+            loaded = client.post("/adapters", json={"reason": "try", "name": "first", "path": "one"})
+            again = client.post("/adapters", json={"reason": "try", "name": "first", "path": "one"})
+            outside = client.post("/adapters", json={"reason": "try", "name": "other", "path": "../tokens"})
+
+            assert loaded.status_code == 200, loaded.text
+            assert loaded.json()["adapter"]["num_bytes"] > 0
+            assert [again.status_code, outside.status_code] == [409, 409]
+            assert client.get("/adapters").json()["adapters"] == [loaded.json()["adapter"]]
+            with server.openai() as openai:
+                assert "first" in {model.id for model in openai.models.list().data}
+            assert client.post("/adapters/first/unload", json={"reason": "done"}).status_code == 200
+            assert client.post("/adapters/first/unload", json={"reason": "done"}).status_code == 404
+            outcomes = [entry["outcome"] for entry in client.get("/audit").json()["entries"]]
+            assert outcomes == ["done", "refused", "refused", "done"]

@@ -77,6 +77,10 @@ class Adapters:
                 raise AdapterError(str(error)) from error
             self._enter(self._options.memory.load(name, folder))
 
+    def served(self) -> list[Adapter]:
+        """Return the adapters that requests may name, in the order of their names."""
+        return self._models.adapters()
+
     async def load(self, name: str, path: str, *, replace: bool) -> None:
         """Load an adapter and serve it.
 

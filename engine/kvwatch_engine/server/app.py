@@ -76,6 +76,7 @@ def create_app(  # noqa: PLR0913 - by keyword
         *model_routes(models),
         *health_routes(engine, drain),
     ]
+    adapters: Adapters | None = None
     if lora is not None:
         adapters = Adapters(engine, models, lora)
         adapters.load_at_start()
@@ -106,6 +107,7 @@ def create_app(  # noqa: PLR0913 - by keyword
     )
     app.router.redirect_slashes = False  # a redirect is not in OpenAI's shape
     app.state.drain = drain
+    app.state.adapters = adapters
     return app
 
 

@@ -34,6 +34,10 @@ class ServedModels:
         """Adapters that requests may name."""
         return len(self._adapters)
 
+    def adapters(self) -> list[Adapter]:
+        """Return the adapters that requests may name, in the order of their names."""
+        return [self._adapters[name].adapter for name in sorted(self._adapters)]
+
     def find(self, name: str) -> Adapter | None:
         """Return the adapter that is served under a name, None for the base model.
 
