@@ -240,8 +240,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
         dispatcher = OutputDispatcher()
         engine = _make_engine(settings, tiers, model, log, dispatcher)
         rebuilds = RebuildLimits(settings.max_rebuild_pause, settings.rebuild_cooldown)
-        journal = LiveJournal(cache_dir, settings.engine_name, settings.dp_rank)
-        journal.take()
+        journal = _take_journal(settings, cache_dir)
         control = LiveEngine(
             engine,
             rebuilds if settings.allow_rebuild else None,
@@ -299,6 +298,16 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
             engine.stop()
             built.observatory.stop()
             logger.info("stopped")
+
+
+def _take_journal(settings: ServeSettings, cache_dir: Path) -> LiveJournal | None:
+    """Say what the last server at this address had changed live; return where that is noted. None at any free port."""
+    if settings.port == 0:
+        return None
+    server = f"{settings.engine_name}.{settings.dp_rank}.{_join(settings.host, settings.port)}"
+    journal = LiveJournal(cache_dir, server)
+    journal.take()
+    return journal
 
 
 def _load_model(settings: ServeSettings, cache_dir: Path) -> "LoadedModel":

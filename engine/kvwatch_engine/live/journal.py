@@ -18,11 +18,11 @@ logger = structlog.get_logger(__name__)
 
 
 class LiveJournal:
-    """The file of one engine."""
+    """The file of one server."""
 
-    def __init__(self, folder: Path, engine_name: str, dp_rank: int) -> None:
-        """Name the file after the engine; nothing is read or written yet."""
-        stem = re.sub(r"[^\w.-]", "_", f"{engine_name}.{dp_rank}")
+    def __init__(self, folder: Path, server: str) -> None:
+        """Name the file after the server, as no other one on this machine is called; nothing is read or written yet."""
+        stem = re.sub(r"[^\w.-]", "_", server)
         self._path = folder / f"live-{stem}.json"
         self._lock = threading.Lock()
 

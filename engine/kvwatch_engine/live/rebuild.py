@@ -28,6 +28,7 @@ from kvwatch_engine.resize import AcceptedRequest, check_limits, check_worst_cas
 from kvwatch_engine.scheduling.request import Request, RequestState, Sequence
 
 _WAIT_SECONDS: Final = 0.01
+_PINS_END: Final = "the blocks get another size or type"
 
 logger = structlog.get_logger(__name__)
 
@@ -167,8 +168,8 @@ class Rebuilder:
             victims = list(core.scheduler.lifecycle.running)
         for request in victims:
             core.scheduler.drop(request, "rebuild")
-        core.end_pins("rebuild", "", "the blocks get another size or type")
         if not plan.is_copied:
+            core.end_pins("rebuild", "", _PINS_END)
             core.manager.pool.clear_cache("resize")
             layout = plan_layout([], core.settings.block_size, wanted.block_size, wanted.num_blocks)
         assert layout.num_used < wanted.num_blocks, "each request alone fits, as was checked"
@@ -230,6 +231,7 @@ class Rebuilder:
 
     def _commit(self, layout: Layout, wanted: EngineSettings, block: BlockLayout) -> None:
         core = self._core
+        core.end_pins("rebuild", "", _PINS_END)
         core.manager.lay_out(layout, block.block_bytes)
         core.adopt_layout(wanted, block.block_bytes)
         for request in core.scheduler.lifecycle.requests():

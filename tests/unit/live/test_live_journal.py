@@ -12,7 +12,7 @@ from kvwatch_engine.live import LiveEngine, LiveJournal
 
 
 def test_what_is_live_and_not_declared_outlives_the_process_as_a_line_of_the_log(tmp_path: Path) -> None:
-    journal = LiveJournal(tmp_path / "cache", "a/b c", 1)
+    journal = LiveJournal(tmp_path / "cache", "a/b c.1.[::1]:8000")
     model = NullModel()
     model.block_size = 4
     engine = Engine(make_settings(), model, EventLog(), lambda _outputs: None, memory=model)
@@ -25,8 +25,8 @@ def test_what_is_live_and_not_declared_outlives_the_process_as_a_line_of_the_log
         engine.stop()  # as little as a kill does it write anything
 
     with structlog.testing.capture_logs() as lines:
-        assert LiveJournal(tmp_path / "cache", "a/b c", 1).take() == {"max_num_seqs": 4}
-        assert LiveJournal(tmp_path / "cache", "a/b c", 1).take() == {}, "it is said once"
+        assert LiveJournal(tmp_path / "cache", "a/b c.1.[::1]:8000").take() == {"max_num_seqs": 4}
+        assert LiveJournal(tmp_path / "cache", "a/b c.1.[::1]:8000").take() == {}, "it is said once"
 
     (line,) = lines
     assert line["live"] == {"max_num_seqs": 4}
@@ -34,9 +34,9 @@ def test_what_is_live_and_not_declared_outlives_the_process_as_a_line_of_the_log
 
 
 def test_declaring_or_reverting_everything_leaves_nothing_to_say(tmp_path: Path) -> None:
-    journal = LiveJournal(tmp_path, "a", 0)
+    journal = LiveJournal(tmp_path, "a")
     journal.write({"watermark": "0.1", "max_prefill_chunk": None})
-    assert [path.name for path in tmp_path.iterdir()] == ["live-a.0.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["live-a.json"]
 
     journal.write({})
 
@@ -44,11 +44,11 @@ def test_declaring_or_reverting_everything_leaves_nothing_to_say(tmp_path: Path)
 
 
 def test_a_file_that_cannot_be_read_or_written_stops_nobody(tmp_path: Path) -> None:
-    (tmp_path / "live-a.0.json").write_text("no JSON")
-    assert LiveJournal(tmp_path, "a", 0).take() == {}
+    (tmp_path / "live-a.json").write_text("no JSON")
+    assert LiveJournal(tmp_path, "a").take() == {}
     (tmp_path / "file").write_text("in the way")
 
     with structlog.testing.capture_logs() as lines:
-        LiveJournal(tmp_path / "file", "a", 0).write({"watermark": "8"})
+        LiveJournal(tmp_path / "file", "a").write({"watermark": "8"})
 
     assert [line["event"] for line in lines] == ["live settings could not be noted"]

@@ -258,3 +258,30 @@ def test_metrics_of_a_rebuilt_pool_are_those_of_the_new_one() -> None:
     assert view.value(m.CONFIG_CHANGES, "block_size") == 1
     assert mirror.num_violations == 0
     assert mirror.ledger.differences(core.snapshot()) == []
+
+
+@pytest.mark.parametrize("changes", [{"block_size": 8}, {"kv_dtype": "int8"}])
+@pytest.mark.parametrize("fails", [False, True])
+def test_pins_end_with_the_blocks_that_they_name(changes: dict[str, Any], fails: bool) -> None:
+    log = EventLog()
+    core = make_core(BrokenMemory() if fails else NullModel(), log, num_blocks=41)
+    core.add(make_request("done", [5] * 12, max_tokens=1, ignore_eos=True), 0)
+    run(core)
+    follower = LedgerFollower(log, core.snapshot)
+    changer = Changer(core, NO_COOLDOWN)
+    hashes = [content for content in core.manager.pool.hashes if content is not None]
+    core.pins.add(hashes, 12, "test", "")
+
+    preview = changer.preview(changes, [])
+    if fails:
+        with pytest.raises(ChangeFailed):
+            change(changer, changes)
+    else:
+        change(changer, changes)
+
+    assert any("1 pins end" in note for note in preview.notes)
+    keeps_content = fails and "block_size" in changes
+    assert len(core.pins) == int(keeps_content)
+    assert core.manager.pool.num_idle_pinned == (3 if keeps_content else 0)
+    core.check_integrity()
+    follower.catch_up()
