@@ -10,6 +10,7 @@ from metrics_oracle import Oracle
 from kvwatch.errors import ChangeFailed, ChangeRefused
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.contracts.adapter import LoadId
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, Refusal, RequestOrigin
 from kvwatch_engine.contracts.sampling import BeamParams, SamplingParams
 from kvwatch_engine.contracts.step import Int64Array, StepInput, StepResult
@@ -97,7 +98,7 @@ class RandomLoad:
             self.core.reject(Refusal(f"r{self.num_submitted}", "too_long"))
             return
         origin = RequestOrigin(
-            tenant=random.choice(["", "t1", "t2"]), adapter=random.choice(["", "", "some adapter"]), is_stream=True
+            tenant=random.choice(["", "t1", "t2"]), adapter=random.choice(["", "", "", "one", "other"]), is_stream=True
         )
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n, beams=beams, seed=random.randint(0, 99))
         request = GenerationRequest(
@@ -105,6 +106,7 @@ class RandomLoad:
             prompt_token_ids=prompt,
             sampling=sampling,
             origin=origin,
+            load_id=LoadId(origin.adapter) if origin.adapter else None,
             priority=random.choice([0, 0, 1, 2]),
         )
         self.log.begin(self.core.num_steps)

@@ -80,6 +80,44 @@ def test_the_load_generator_finds_no_text_of_one_adapter_in_the_answers_of_anoth
     assert report["isolation"]["compared"] == 40
 
 
+@pytest.mark.timeout(300)
+def test_tiers_bring_back_each_adapters_own_prefixes_and_no_older_adapters_of_its_name(
+    folder: Path, adapters: Path, tmp_path: Path
+) -> None:
+    """The disk outlives the process, and the name `mine` may mean another adapter then."""
+    prompts = [[(number * 7 + place) % 50 + 1 for place in range(90)] for number in range(3)]
+    tiers = ["--host-memory", "16MiB", "--disk-dir", str(tmp_path / "disk"), "--disk-bytes", "64MiB"]
+    small = [
+        "--served-model-name", MODEL, "--num-blocks", "16", "--block-size", "8", "--max-model-len", "112",
+        "--max-num-seqs", "4", "--dtype", "float32", "--watermark", "0",
+    ]  # fmt: skip
+
+    def answers(server: ServerProcess, model: str) -> list[str]:
+        with server.openai() as client:
+            return [
+                client.completions.create(
+                    model=model, prompt=prompt, max_tokens=6, temperature=0, extra_body={"ignore_eos": True}
+                ).choices[0].text
+                for prompt in prompts
+            ]  # fmt: skip
+
+    def hits(server: ServerProcess, tier: str) -> float:
+        return server.metrics()[f'kvwatch_prefix_cache_hit_tokens_total{{tier="{tier}"}}']
+
+    with serve_process(folder, *small, *tiers, "--lora", f"mine={adapters / 'a'}") as server:
+        mine, base = answers(server, "mine"), answers(server, MODEL)
+        before = hits(server, "host")
+        assert (answers(server, "mine"), answers(server, MODEL)) == (mine, base)
+        assert hits(server, "host") - before >= 4 * 80
+        assert server.terminate() == 0
+
+    with serve_process(folder, *small, *tiers, "--lora", f"mine={adapters / 'b'}") as server:
+        assert answers(server, "mine") != mine
+        assert (hits(server, "disk"), hits(server, "host")) == (0, 0)
+        assert answers(server, MODEL) == base
+        assert hits(server, "disk") + hits(server, "host") >= 2 * 80
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

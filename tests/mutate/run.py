@@ -21,6 +21,7 @@ from mutate.faults_exporters import EXPORTERS
 from mutate.faults_insight import INSIGHT
 from mutate.faults_kernels_cpu import KERNELS_CPU
 from mutate.faults_kernels_triton import KERNELS_TRITON
+from mutate.faults_lora import LORA
 from mutate.faults_metrics import METRICS
 from mutate.faults_telemetry import TELEMETRY
 from mutate.trial import Outcome, Verdict, check_imports, copy_tree, run_tests, try_fault
@@ -32,6 +33,7 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "insight": INSIGHT,
     "kernels-cpu": KERNELS_CPU,
     "kernels-triton": KERNELS_TRITON,
+    "lora": LORA,
     "metrics": METRICS,
     "telemetry": TELEMETRY,
 }
