@@ -22,7 +22,7 @@ from kvwatch.telemetry.events.request import RejectionReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot
 from kvwatch_engine.acceptance import Acceptance
-from kvwatch_engine.adapter_desk import AdapterDesk
+from kvwatch_engine.adapter_gate import AdapterGate
 from kvwatch_engine.contracts.adapter import LoadId
 from kvwatch_engine.contracts.cache import BlockMemory
 from kvwatch_engine.contracts.errors import RequestRejected, rejection_reason
@@ -110,7 +110,7 @@ class Engine:
         self._is_draining = False
         self._has_failed = False
         lock = threading.Lock()
-        self.adapters = AdapterDesk(lock, log, lambda run: self._inbox.put(lambda _core: run()))
+        self.adapters = AdapterGate(lock, log, lambda run: self._inbox.put(lambda _core: run()))
         self._acceptance = Acceptance(
             settings, self._core.scheduler.lifecycle, lock, lambda request: self.adapters.check(request.load_id)
         )

@@ -52,7 +52,7 @@ LORA = (
     Fault(
         name="adapter-freed-under-its-requests",
         stands_for="Unloading frees the weights at once, though requests still need them.",
-        file="engine/kvwatch_engine/adapter_desk.py",
+        file="engine/kvwatch_engine/adapter_gate.py",
         old="unused = [load_id for load_id in self._retired if load_id not in used]",
         new="unused = [load_id for load_id in self._retired if used is not None]",
         tests=(f"{ENGINE}::test_a_retired_adapter_is_freed_when_its_last_request_has_ended_and_not_before",),

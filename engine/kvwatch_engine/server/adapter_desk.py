@@ -38,8 +38,7 @@ class AdapterDesk:
         """Load an adapter and serve it."""
 
         async def load(adapters: Adapters) -> AdapterInfo:
-            await adapters.load(name, path, replace=replace)
-            each = next(each for each in adapters.served() if each.name == name)
+            each = await adapters.load(name, path, replace=replace)
             return AdapterInfo(name=each.name, rank=each.rank, num_bytes=each.num_bytes)
 
         return self._ask(load)

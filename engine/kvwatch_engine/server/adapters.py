@@ -81,8 +81,8 @@ class Adapters:
         """Return the adapters that requests may name, in the order of their names."""
         return self._models.adapters()
 
-    async def load(self, name: str, path: str, *, replace: bool) -> None:
-        """Load an adapter and serve it.
+    async def load(self, name: str, path: str, *, replace: bool) -> Adapter:
+        """Load an adapter and serve it; return it.
 
         Args:
             name: name under which it is served.
@@ -98,7 +98,7 @@ class Adapters:
         if root is None:
             raise AdapterLoadingIsOff
         # Not given up half-way, whatever becomes of the request: what is loaded is either served or freed.
-        await asyncio.shield(asyncio.ensure_future(self._load(name, root, path, replace=replace)))
+        return await asyncio.shield(asyncio.ensure_future(self._load(name, root, path, replace=replace)))
 
     def unload(self, name: str) -> None:
         """Serve an adapter no more. Its requests that were accepted go on; its weights are freed after them.
@@ -114,7 +114,7 @@ class Adapters:
             raise UnknownModel(name, self._models.base.name, param="lora_name")
         self._retire(adapter)
 
-    async def _load(self, name: str, root: Path, path: str, *, replace: bool) -> None:
+    async def _load(self, name: str, root: Path, path: str, *, replace: bool) -> Adapter:
         async with self._loading:
             self._check(name, replace=replace)
             try:
@@ -122,6 +122,7 @@ class Adapters:
             except AdapterError as error:
                 raise AdapterRefused(str(error), param="lora_path", code="lora_refused") from error
             self._enter(adapter)
+            return adapter
 
     def _check(self, name: str, *, replace: bool) -> None:
         """Refuse what has no place, before anything is read.

@@ -22,13 +22,13 @@ class _Retired(NamedTuple):
     on_unused: Callable[[], None]
 
 
-class AdapterDesk:
+class AdapterGate:
     """Adapters of one engine; implements `AdapterAdmission`. Any thread, but for what says otherwise."""
 
     def __init__(
         self, lock: threading.Lock, log: EventLog, run_on_engine: Callable[[Callable[[], None]], None]
     ) -> None:
-        """Create the desk of no adapters.
+        """Create the gate of no adapters.
 
         Args:
             lock: under which the engine accepts requests, so that none slips in while its adapter is retired.
