@@ -17,11 +17,18 @@ def base_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def make_adapter(model: Path, folder: Path, *, seed: int, strength: float = 1.0, **config: Any) -> Path:
+def with_adapter(model: Any, adapter: Path) -> Any:
+    """Return a model of transformers under an adapter, as PEFT computes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses what transformers deprecates
+        return PeftModel.from_pretrained(model, adapter).eval()
+
+
+def make_adapter(model: Path | Any, folder: Path, *, seed: int, strength: float = 1.0, **config: Any) -> Path:
     """Save an adapter whose every matrix is random, as a folder of PEFT's.
 
     Args:
-        model: folder of the base model.
+        model: the base model, or its folder.
         folder: where to save it.
         seed: of its weights.
         strength: size of what it adds, compared with what the base model's layers make of the same.
@@ -32,9 +39,11 @@ def make_adapter(model: Path, folder: Path, *, seed: int, strength: float = 1.0,
     """
     values = {"r": 8, "lora_alpha": 16, "target_modules": list(ALL_LINEAR), **config}
     with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses what transformers deprecates
+        warnings.simplefilter("ignore", FutureWarning)
         torch.manual_seed(seed)
-        adapted = get_peft_model(base_model(model), LoraConfig(task_type="CAUSAL_LM", **values))
+        adapted = get_peft_model(
+            base_model(model) if isinstance(model, Path) else model, LoraConfig(task_type="CAUSAL_LM", **values)
+        )
         with torch.no_grad():
             for name, parameter in adapted.named_parameters():
                 if "lora_A" in name:
@@ -51,9 +60,7 @@ class AdaptedReference:
     def __init__(self, model: Path, adapter: Path | None) -> None:
         self._model = base_model(model)
         if adapter is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)
-                self._model = PeftModel.from_pretrained(self._model, adapter).eval()
+            self._model = with_adapter(self._model, adapter)
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:

@@ -13,8 +13,8 @@ LORA = (
         name="adapters-unscaled",
         stands_for="What an adapter adds is not multiplied by alpha / rank.",
         file="engine/kvwatch_engine/model/lora_files.py",
-        old="b = b.float() * self._config.scaling_of(name)",
-        new="b = b.float()",
+        old=".float() * self._config.scaling_of(found.name)",
+        new=".float()",
         tests=(TEXTS,),
     ),
     Fault(

@@ -1,7 +1,7 @@
 """The LoRA adapters in memory, by load id. Knows neither who may use them nor under which names they are served."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -21,7 +21,12 @@ class AdapterStore:
     """
 
     def __init__(
-        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, max_rank: int = DEFAULT_MAX_RANK
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        decoder_name: Callable[[str], str | None] = str,
+        max_rank: int = DEFAULT_MAX_RANK,
     ) -> None:
         """Create the store of a model.
 
@@ -29,11 +34,13 @@ class AdapterStore:
             config: the model's shape.
             dtype: what it computes in; adapters are converted to it.
             device: where it computes.
+            decoder_name: gives the name in the decoder of what a model with further parts calls a module.
             max_rank: the highest rank that an adapter may have.
         """
         self._config = config
         self._dtype = dtype
         self._device = device
+        self._decoder_name = decoder_name
         self.max_rank = max_rank
         self._weights: dict[LoadId, LoraWeights] = {}
 
@@ -43,7 +50,7 @@ class AdapterStore:
         Raises:
             AdapterError: something is wrong with it; nothing was changed.
         """
-        target = LoraTarget(self._config, self._dtype, self._device, self.max_rank)
+        target = LoraTarget(self._config, self._dtype, self._device, self.max_rank, self._decoder_name)
         try:
             with torch.inference_mode():
                 weights = read_adapter(folder, target)

@@ -130,4 +130,5 @@ def _load(
         weights_bytes=weights.num_bytes + (encoder.num_bytes if encoder is not None else 0),
         images=encoder.input if encoder is not None else None,
     )
-    return LoadedModel(info, Decoder(shape, weights, rotaries), AdapterStore(shape, choice.dtype, device), encoder)
+    adapters = AdapterStore(shape, choice.dtype, device, decoder_name if takes_images(config) else str)
+    return LoadedModel(info, Decoder(shape, weights, rotaries), adapters, encoder)

@@ -8,7 +8,7 @@ is mapped would bring the process down. Nothing is ever unpickled. Messages name
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -41,6 +41,8 @@ class LoraTarget:
     dtype: torch.dtype
     device: torch.device
     max_rank: int
+    decoder_name: Callable[[str], str | None] = str
+    """Gives a module's name in a decoder of its own; None if it is part of something else. For most models the same."""
 
     @property
     def max_file_bytes(self) -> int:
@@ -66,7 +68,7 @@ def read_adapter(folder: Path, target: LoraTarget) -> LoraWeights:
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise AdapterError(f"{WEIGHTS_FILE} is not a readable safetensors file: {error}") from error
     fingerprint = sha256(sha256(described).digest() + sha256(content).digest()).hexdigest()
-    return _Assembly(config, target, _by_module(tensors)).weights(fingerprint)
+    return _Assembly(config, target, _by_module(tensors, target)).weights(fingerprint)
 
 
 def _read(folder: Path, name: str, limit: int) -> bytes:
@@ -94,24 +96,34 @@ def _missing(folder: Path, name: str) -> str:
     return f"the adapter has no {name}; give a folder that PEFT's save_pretrained wrote"
 
 
-Matrices = dict[str, torch.Tensor]
-"""`A` and `B` of one module."""
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """What the file has of one module."""
+
+    name: str
+    """As the adapter calls it."""
+    matrices: dict[str, torch.Tensor]
+    """By `A` and `B`."""
 
 
-def _by_module(tensors: Mapping[str, torch.Tensor]) -> dict[str, Matrices]:
-    """Return the matrices of each module.
+def _by_module(tensors: Mapping[str, torch.Tensor], target: LoraTarget) -> dict[str, _Module]:
+    """Return the modules by their names in the decoder; those that are not of it keep their own.
 
     Raises:
-        AdapterError: a tensor is neither A nor B of a module.
+        AdapterError: a tensor is neither A nor B of a module, or two names mean one module.
     """
-    found: dict[str, Matrices] = {}
+    found: dict[str, _Module] = {}
     others = []
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
         if match is None:
             others.append(name)
-        else:
-            found.setdefault(match["module"], {})[match["matrix"]] = tensor
+            continue
+        module, matrix = match["module"], match["matrix"]
+        entry = found.setdefault(target.decoder_name(module) or module, _Module(module, {}))
+        if entry.name != module:
+            raise AdapterError(f"{entry.name[:128]} and {module[:128]} are the same module of this model")
+        entry.matrices[matrix] = tensor
     if others:
         raise AdapterError(
             f"{len(others)} tensors are no LoRA matrices of linear layers, and nothing else is supported: "
@@ -123,7 +135,7 @@ def _by_module(tensors: Mapping[str, torch.Tensor]) -> dict[str, Matrices]:
 class _Assembly:
     """Puts the matrices of modules where the fused layers want them."""
 
-    def __init__(self, config: LoraConfig, target: LoraTarget, modules: Mapping[str, Matrices]) -> None:
+    def __init__(self, config: LoraConfig, target: LoraTarget, modules: Mapping[str, _Module]) -> None:
         self._config = config
         self._target = target
         self._modules = dict(modules)
@@ -151,23 +163,22 @@ class _Assembly:
         return {name: LoraLinear(modules) for name, modules in fused.items()}
 
     def _module(self, name: str, projection: Projection) -> LoraModule | None:
-        matrices = self._modules.pop(name, None)
-        is_target = self._config.targets(name)
-        if matrices is None:
-            if is_target:
+        found = self._modules.pop(name, None)
+        if found is None:
+            if self._config.targets(name):
                 raise AdapterError(f"{name} is among its target_modules, but {WEIGHTS_FILE} has no matrices for it")
             return None
-        if is_target is False:
+        # Its configuration knows it by the adapter's name.
+        if self._config.targets(found.name) is False:
             raise AdapterError(f"{WEIGHTS_FILE} has matrices for {name}, which is not among its target_modules")
-        rank = self._config.rank_of(name)
+        rank = self._config.rank_of(found.name)
         self._rank = max(self._rank, rank)
-        a = self._matrix(name, matrices, "A", (rank, projection.in_features))
-        b = self._matrix(name, matrices, "B", (projection.out_features, rank))
-        b = b.float() * self._config.scaling_of(name)
+        a = self._matrix(found, "A", (rank, projection.in_features))
+        b = self._matrix(found, "B", (projection.out_features, rank)).float() * self._config.scaling_of(found.name)
         return LoraModule(projection, self._kept(f"{name}.lora_A", a), self._kept(f"{name}.lora_B", b))
 
-    def _matrix(self, module: str, matrices: Matrices, which: str, shape: tuple[int, int]) -> torch.Tensor:
-        tensor, name = matrices.get(which), f"{module}.lora_{which}"
+    def _matrix(self, module: _Module, which: str, shape: tuple[int, int]) -> torch.Tensor:
+        tensor, name = module.matrices.get(which), f"{module.name}.lora_{which}"
         if tensor is None:
             raise AdapterError(f"{WEIGHTS_FILE} lacks {name}")
         if tuple(tensor.shape) != shape:
