@@ -135,6 +135,7 @@ class EngineCore:
             seeds=[sequence_seed(first_seed, index) for index in range(sampling.num_sequences)],
             chain=self.chain_of(source),
             search=self._search(source),
+            forks_late=sampling.beams is not None and not self.manager.has_windows,
             rank=rank_of(source.priority, queued_ns, arrival, settings.priority_aging_seconds),
             deadline_ns=deadline_of(queued_ns, source.deadline_seconds, settings.deadline_seconds),
         )

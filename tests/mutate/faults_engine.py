@@ -44,9 +44,9 @@ ENGINE = (
     Fault(
         name="beams-share-only-the-prompt-again",
         stands_for="After a recomputation each beam computes what it has in common with the others.",
-        file="engine/kvwatch_engine/scheduling/request.py",
-        old="        if self.search is None:\n            return self.num_prompt_tokens\n        pairs",
-        new="        if True:\n            return self.num_prompt_tokens\n        pairs",
+        file="engine/kvwatch_engine/core.py",
+        old="            forks_late=sampling.beams is not None and not self.manager.has_windows,\n",
+        new="            forks_late=False,\n",
         tests=(BEAMS,),
     ),
     Fault(

@@ -14,7 +14,7 @@ from kvwatch_engine.memory.prefix import Prefix
 from kvwatch_engine.scheduling.cost_model import CostModel
 from kvwatch_engine.scheduling.lifecycle import Lifecycle
 from kvwatch_engine.scheduling.pause import AdmissionPause
-from kvwatch_engine.scheduling.policy import TokenBudget, WatermarkAdmission
+from kvwatch_engine.scheduling.policy import TokenBudget, WatermarkAdmission, most_blocks
 from kvwatch_engine.scheduling.request import PrefixHits, Request, RequestState, Sequence, WaitReason
 
 logger = structlog.get_logger(__name__)
@@ -171,7 +171,8 @@ class Admission:
         num_tokens = self._num_tokens_at_start(request, num_found, budget)
         needed = self._manager.num_blocks_missing(prefix, num_tokens)
         if self.settings.reserve_prompt:
-            needed += self._num_further_blocks(request)
+            # Windows are counted as if nothing of them were shared; but more than it was let in with it never needs.
+            needed = min(needed + self._num_further_blocks(request), self._worst_case(request))
         if not self._has_blocks(request, needed):
             return False
         # Before the request's own blocks are taken, which may evict more.
@@ -212,6 +213,10 @@ class Admission:
         logger.error("a block holds other tokens than its hash says", request=request.request_id, index=index)
         if self._log.active:
             self._log.append(PrefixMismatched(request.request_id, hashes[index], index))
+
+    def _worst_case(self, request: Request) -> int:
+        sampling = request.sampling
+        return most_blocks(self.settings, request.num_prompt_tokens, sampling.max_tokens, sampling.num_sequences)
 
     def _num_further_blocks(self, request: Request) -> int:
         """Return how many blocks the sequences but the first need that had generated tokens before."""

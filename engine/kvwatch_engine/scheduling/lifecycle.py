@@ -125,10 +125,10 @@ class Lifecycle:
     def fork_followers(self, request: Request) -> None:
         """Once the leader has computed what the others have in common with it: let them share its blocks.
 
-        Samples share the prompt. Beams share all that they have in common, so their leader computes its whole sequence.
+        Samples share the prompt, beams all that they have in common; see `Request.forks_late`.
         """
         leader, *followers = request.live_sequences()
-        if leader.num_computed < (request.num_prompt_tokens if request.search is None else leader.num_tokens):
+        if leader.num_computed < (leader.num_tokens if request.forks_late else request.num_prompt_tokens):
             return
         for follower in followers:
             self._fork(leader, follower, request.num_common_tokens(leader, follower))

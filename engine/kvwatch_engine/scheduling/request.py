@@ -132,6 +132,7 @@ class Request:
         "deadline_ns",
         "error",
         "first_token_ns",
+        "forks_late",
         "has_forked",
         "hits",
         "images",
@@ -172,6 +173,7 @@ class Request:
         seeds: list[int],
         chain: HashChain,
         search: BeamSearch | None = None,
+        forks_late: bool = False,
         rank: tuple[int, int] | None = None,
         deadline_ns: int | None = None,
     ) -> None:
@@ -184,6 +186,8 @@ class Request:
             seeds: seed of each sequence.
             chain: hash chain of its prompt.
             search: the beam search that it is; none for samples.
+            forks_late: whether its sequences share generated tokens when they are computed anew. A leader that has
+                gone on has given back what only earlier tokens see in a window: then they share the prompt.
             rank: its place among all requests, the lowest first; by arrival if none is given.
             deadline_ns: monotonic time at which it ends, finished or not.
         """
@@ -191,8 +195,9 @@ class Request:
         self.prompt_token_ids = source.prompt_token_ids
         self.images = source.images
         self.sampling: SamplingParams = source.sampling
-        self.search = search
-        """The beam search that its sequences are the beams of."""
+        self.search, self.forks_late = search, forks_late
+        """The beam search that its sequences are the beams of; whether its leader computes all its tokens before the
+        others fork from it, where their tokens part."""
         self.origin = source.origin
         self.cache_salt = source.cache_salt
         self.load_id = source.load_id
@@ -258,8 +263,8 @@ class Request:
         return self.live_sequences()[: self.sampling.n]
 
     def num_common_tokens(self, leader: Sequence, follower: Sequence) -> int:
-        """Return how many tokens a follower shares with the leader: of samples the prompt, of beams all equal ones."""
-        if self.search is None:
+        """Return how many tokens a follower shares with the leader: the prompt, or all equal ones."""
+        if not self.forks_late:
             return self.num_prompt_tokens
         pairs = zip(leader.output_token_ids, follower.output_token_ids, strict=False)
         return self.num_prompt_tokens + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -6,7 +6,16 @@ from random import Random
 from typing import Any
 
 import pytest
-from builders import LedgerFollower, NullModel, Recorder, make_core, make_request, make_settings, run_until_idle
+from builders import (
+    LedgerFollower,
+    NullModel,
+    Recorder,
+    make_core,
+    make_groups,
+    make_request,
+    make_settings,
+    run_until_idle,
+)
 from dict_tiers import DictTiers
 
 from kvwatch.control.inspection import RequestQuery
@@ -30,6 +39,7 @@ from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.scheduling.beam_search import BeamSearch
 from kvwatch_engine.scheduling.lifecycle import Preempted
 from kvwatch_engine.scheduling.limits import check_length, check_valid
+from kvwatch_engine.scheduling.policy import most_blocks
 
 PROMPT = list(range(4, 14))  # 10 tokens at block size 4: two full blocks and a half
 WIDTH = 4
@@ -120,9 +130,12 @@ def core_with(*requests: GenerationRequest, log: EventLog | None = None, **setti
 
 def finish(core: EngineCore) -> list[SequenceOutput]:
     outputs: list[SequenceOutput] = []
-    while core.has_work:
+    for _ in range(2_000):
         outputs += core.step()
         core.check_integrity()
+        if not core.has_work:
+            break
+    assert not core.has_work, "it never ends"
     assert core.manager.pool.num_used == 0
     return [replace(output, num_cached_tokens=0) for output in outputs]
 
@@ -158,6 +171,21 @@ def test_a_group_that_is_preempted_finds_what_it_would_have_found_in_peace(
 
 def key_of(output: SequenceOutput) -> tuple[str, int]:
     return output.request_id, output.sequence
+
+
+def test_beams_of_layers_with_a_window_never_need_more_than_they_were_let_in_with() -> None:
+    """After a recomputation the first beam has given back what others share of it, but for the prompt."""
+    requests = [search_request(f"r{index}", [5 + index, *PROMPT, *PROMPT], max_tokens=9) for index in range(3)]
+    groups = make_groups(None, 6)
+    roomy = core_with(*requests, groups=groups, block_size=1, num_blocks=900, max_num_seqs=16)
+    expected = sorted(finish(roomy), key=key_of)
+    worst = most_blocks(roomy.settings, len(requests[0].prompt_token_ids), 9, WIDTH)
+    log = EventLog()
+    recorder = Recorder(log)
+    core = core_with(*requests, log=log, groups=groups, block_size=1, num_blocks=1 + worst, enable_prefix_cache=False)
+
+    assert sorted(finish(core), key=key_of) == expected
+    assert [event for event in recorder.drain() if isinstance(event, RequestPreempted)]
 
 
 def test_a_group_that_is_recomputed_computes_once_what_beams_have_in_common_with_the_first() -> None:
