@@ -22,14 +22,13 @@ from kvwatch.admin.problems import Problem
 from kvwatch.admin.threads import off_loop
 from kvwatch.control import ChangeOutcome, LiveControl, SettingValue
 from kvwatch.errors import ChangeConflict, ChangeFailed, ConfigError, ControlError
+from kvwatch.ledger.pace import next_tick
 from kvwatch.telemetry.clock import Clock
 
 ACTION = "config"
 OWN_NAME = "kvwatch"
 RETRY_SECONDS = 30.0
 """Pause after a value could not be reverted."""
-LOOK_SECONDS = 0.25
-"""How often it is looked whether something has expired."""
 
 logger = structlog.get_logger(__name__)
 
@@ -85,6 +84,7 @@ class ChangeDesk:
         self._trail = trail
         self._clock = clock
         self._file = file
+        self._has_leased = asyncio.Event()
         self._desks: defaultdict[tuple[str, int], _Desk] = defaultdict(_Desk)
 
     @asynccontextmanager
@@ -131,10 +131,8 @@ class ChangeDesk:
                     await self._revert_expired(engine)
                 except Exception:
                     logger.exception("expired values could not be reverted", engine=engine.name)
-            try:
-                await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
-            except TimeoutError:
-                continue
+            has_leases = any(desk.leases for desk in self._desks.values())
+            await (next_tick() if has_leases else self._wait_for_a_lease(stop))
         for (name, dp_rank), desk in self._desks.items():
             if desk.leases:
                 changes = {key: lease.value for key, lease in desk.leases.items()}
@@ -144,6 +142,14 @@ class ChangeDesk:
                 )  # fmt: skip
 
     # ------------------------------------------------------------ inside
+
+    async def _wait_for_a_lease(self, stop: asyncio.Event) -> None:
+        """Wait until there may be something that expires, or `stop` is set."""
+        self._has_leased.clear()
+        waiting = {asyncio.ensure_future(each.wait()) for each in (stop, self._has_leased)}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for each in waiting:
+            each.cancel()
 
     async def _prepare(self, engine: AdminEngine, wanted: WantedChange) -> PreparedFile:
         if self._file is None or not engine.declared:
@@ -213,6 +219,7 @@ class ChangeDesk:
         until_ns = self._clock.monotonic_ns() + int(seconds * 1e9)
         expires_at = utc(self._clock.wall_ns() + int(seconds * 1e9))
         leases = self._desks[engine.name, engine.dp_rank].leases
+        self._has_leased.set()
         leases |= {key: Lease(value, until_ns, expires_at, audit) for key, value in values.items()}
         return expires_at
 

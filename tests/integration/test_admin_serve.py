@@ -23,6 +23,7 @@ def test_a_server_is_looked_into_and_changed(folder: Path, tmp_path: Path) -> No
     flags = [
         "--num-blocks", "200", "--config", str(config), "--admin-token-file", str(tokens), "--admin-persist",
         "--admin-audit-file", str(audit), "--flight-dir", str(tmp_path / "flight"),
+        "--allow-rebuild",
     ]  # fmt: skip
     with serve_process(folder, *flags) as server:
         ready = next(line for line in server.lines if line.get("event") == "ready")
@@ -46,6 +47,15 @@ def test_a_server_is_looked_into_and_changed(folder: Path, tmp_path: Path) -> No
             assert change("num_blocks", 150).status_code == 200
             assert client.get("/pool").json()["tiers"][0]["capacity"] in {149, 199}
             wait_until(lambda: client.get("/pool").json()["tiers"][0]["capacity"] == 149, 60)
+            preview = client.patch(
+                "/config?dry_run=true",
+                json={"changes": {"block_size": 32}, "reason": "test"},
+                headers={"If-Match": client.get("/config").headers["etag"]},
+            ).json()["preview"]
+            assert preview["is_possible"]
+            assert preview["is_rebuild"]
+            assert change("block_size", 32).status_code == 200
+            wait_until(lambda: client.get("/pool").json()["block_size_tokens"] == 32, 60)
             assert client.post("/flight/dump", json={"reason": "look"}).json()["file"].endswith(".kvrec")
             assert [each["engine"] for each in client.get("/diagnosis").json()["engines"]] == ["kvwatch"]
         assert server.terminate() == 0
@@ -54,7 +64,9 @@ def test_a_server_is_looked_into_and_changed(folder: Path, tmp_path: Path) -> No
     assert {str(line["action"]) for line in told} == {"config", "flight.dump"}
     assert all(TOKENS["operate"] not in str(line) for line in lines)
     (ended,) = (line for line in lines if "live values end" in str(line.get("event", "")))
-    assert ended["live"] == {"log_level": "error", "num_blocks": 150}
+    assert isinstance(ended["live"], dict)
+    assert ended["live"]["log_level"] == "error"
+    assert ended["live"]["block_size"] == 32
     assert len(audit.read_text(encoding="utf-8").splitlines()) == len(told)
 
 

@@ -23,7 +23,7 @@ EXPORTERS = (
         name="half-a-request-for-ever",
         stands_for="Connections with half a request each keep their places, and every scraper and probe out.",
         file="kvwatch/listener.py",
-        old="http=BoundedProtocol,",
+        old="http=protocol,",
         new='http="h11",',
         tests=(LISTENER,),
     ),

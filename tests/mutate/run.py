@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mutate.fault import Fault, PatchError
+from mutate.faults_admin import ADMIN
 from mutate.faults_engine import ENGINE
 from mutate.faults_exporters import EXPORTERS
 from mutate.faults_insight import INSIGHT
@@ -28,6 +29,7 @@ from mutate.trial import Outcome, Verdict, check_imports, copy_tree, run_tests, 
 
 ROOT = Path(__file__).parents[2]
 AREAS: dict[str, tuple[Fault, ...]] = {
+    "admin": ADMIN,
     "engine": ENGINE,
     "exporters": EXPORTERS,
     "insight": INSIGHT,
