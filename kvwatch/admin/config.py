@@ -18,12 +18,14 @@ from kvwatch.admin.tokens import Role
 from kvwatch.control import LIVE_SETTINGS, ChangeOutcome, ChangePreview, LiveSetting, SettingValue
 
 IF_MATCH = "If-Match"
+NOT_BLANK = "[^\\u0000-\\u0020\\u007f-\\u00a0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000\\ufeff]"
+"""Something to read. Spelled out, since \\s is not the same in every language."""
 MAX_EXPIRY_SECONDS = 30 * 86_400.0
 MAX_WHOLE = 2**31 - 1
 MAX_AUDIT_ID = 2**53 - 1
 
 Reason = Annotated[
-    str, Meta(min_length=1, max_length=500, pattern=r"\S", description="Why, for whoever reads the audit.")
+    str, Meta(min_length=1, max_length=500, pattern=NOT_BLANK, description="Why, for whoever reads the audit.")
 ]
 ExpiresIn = Annotated[
     float,

@@ -49,7 +49,7 @@ class EventsQuery(EngineQuery, frozen=True, kw_only=True, forbid_unknown_fields=
         str,
         Meta(
             description="Names or families of events, as `block,request.finished`; all if empty.",
-            extra_json_schema={"pattern": f"^({_NAMES})(,({_NAMES}))*$"},
+            extra_json_schema={"pattern": f"^(({_NAMES})(,({_NAMES}))*)?$"},
         ),
     ] = ""
     request: Annotated[

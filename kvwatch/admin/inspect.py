@@ -110,6 +110,10 @@ OPERATIONS = (
         method="GET", path=f"{PREFIX}/requests", name="listRequests", tag="read",
         brief="Live requests: state, why they wait and since when, blocks, preemptions and in whose favour, timings.",
         query=RequestsQuery, answer=RequestPage, handler=get_requests,
+        links={
+            name: {"operationId": name, "parameters": {"request": "$response.body#/requests/0/request"}}
+            for name in ("getRequest", "abortRequest")
+        },
     ),
     Operation(
         method="GET", path=f"{PREFIX}/requests/{{request}}", name="getRequest", tag="read",

@@ -148,6 +148,7 @@ def test_a_change_is_taken_back(stage: AdminStage) -> None:
         ({"changes": {"num_blocks": 3000}}, 409),
         ({"changes": {"watermark": "3"}, "reason": ""}, 422),
         ({"changes": {"watermark": "3"}, "reason": "   "}, 422),
+        ({"changes": {"watermark": "3"}, "reason": "\u001e\u3000"}, 422),
         ({"changes": {"watermark": "3"}, "expires_in": 0}, 422),
         ({"changes": {"watermark": "3"}, "expires_in": None}, 422),
         ({"changes": {"watermark": "3"}, "more": 1}, 422),
