@@ -67,8 +67,8 @@ KV_USAGE_RATIO_MAX = _gauge(
     action="Judge capacity by this, not by what a scrape happens to see.",
 )  # fmt: skip
 KV_TOKEN_CAPACITY = _gauge(
-    "kv_token_capacity", "Tokens that fit the pool.", "tokens", ("tier", "group"),
-    moves="When the pool is built or resized.", action="The longest request that can ever run.",
+    "kv_token_capacity", "Tokens that fit the pool if one KV group has all of it.", "tokens", ("tier", "group"),
+    moves="When the pool is built or resized.", action="With one KV group, the longest request that can ever run.",
 )  # fmt: skip
 KV_HELD_SLOTS = _gauge(
     "kv_held_slots", "Slots of used blocks (used blocks x block size).", "tokens", ("tier", "group"),

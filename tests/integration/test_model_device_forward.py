@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cpu_attention import CpuAttention
 from image_oracle import Oracle
 from lora_adapters import make_adapter
 from paged_sequences import PagedSequence, packed_step, paged_sequences
@@ -15,11 +16,10 @@ from tiny_vision_model import IMAGE, NUM_IMAGE_TOKENS, make_tiny_vision_model
 
 from kvwatch_engine.contracts.adapter import AdapterSpan
 from kvwatch_engine.contracts.image import ImageSpan
-from kvwatch_engine.contracts.step import GroupBlocks, StepInput
+from kvwatch_engine.contracts.step import StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention
 from kvwatch_engine.model.graphs import DECODE_BUCKETS, DeviceForward, bucket_for, decode_buckets
-from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.loader import LoadedModel, load_model
 from kvwatch_engine.model.runner import ModelRunner
 from kvwatch_engine.model.staging import StagedStep, StagingSizes, StepStaging
@@ -45,26 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> LoadedModel:
     return load_model(str(folder), dtype="float32")
-
-
-class CpuAttention(StepAttention):
-    """The CPU kernels over staged arrays, and the bounds that they were asked for."""
-
-    bounds: tuple[int, int]
-
-    def __init__(self, cache: KVCache, staged: StagedStep, places: LayerPlaces, *bounds: int) -> None:
-        super().__init__(
-            cache,
-            [
-                GroupBlocks(slot_mapping=group.slot_mapping.numpy(), block_tables=group.block_tables.numpy())
-                for group in staged.groups
-            ],
-            query_starts=staged.query_starts.numpy(),
-            context_lens=staged.context_lens.numpy(),
-            places=places,
-        )
-        assert int(np.diff(staged.query_starts.numpy()).max()) <= bounds[0]
-        assert int(staged.context_lens.max()) <= bounds[1]
 
 
 def addresses(staged: StagedStep) -> list[int]:

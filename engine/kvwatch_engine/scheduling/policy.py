@@ -90,13 +90,17 @@ class WatermarkAdmission:
 
 
 def most_blocks(settings: EngineSettings, num_prompt_tokens: int, max_tokens: int, num_sequences: int) -> int:
-    """Return the most blocks that a request can ever hold at once, over all KV groups."""
-    size = settings.block_size
-    everything = worst_case_blocks(num_prompt_tokens, max_tokens, num_sequences, size)
+    """Return the most blocks that a request can ever hold at once, over all KV groups.
+
+    In groups with a window its sequences are counted as if they had nothing in common: so admission does, when it
+    resumes them, and whoever was accepted must be admitted one day.
+    """
+    size, max_chunk = settings.block_size, settings.max_chunk
+    each = -(-(num_prompt_tokens + max_tokens - 1) // size)
     return sum(
-        everything
+        worst_case_blocks(num_prompt_tokens, max_tokens, num_sequences, size)
         if window is None
-        else min(everything, num_sequences * most_window_blocks(window, settings.max_chunk, size))
+        else num_sequences * min(each, most_window_blocks(window, max_chunk, size))
         for window in settings.windows
     )
 
