@@ -46,7 +46,7 @@ TELEMETRY = (
     Fault(
         name="cached-blocks-counted-as-used",
         stands_for="O22, O23: a block that is only cached counts as used: a full cache looks like a leak.",
-        file="kvwatch/ledger/pool.py",
+        file="kvwatch/ledger/group.py",
         old="            if left == 0:\n                self.num_used -= 1\n",
         new="            if left == 0:\n                self.num_used -= hashes[block] is None\n",
         tests=(f"{POOL}::test_a_ledger_rebuilt_from_events_equals_the_engine_down_to_the_single_block",),
@@ -54,7 +54,7 @@ TELEMETRY = (
     Fault(
         name="eviction-of-what-was-asked-for",
         stands_for="O13: evicted blocks are counted before it is known how many there are.",
-        file="kvwatch/ledger/pool.py",
+        file="kvwatch/ledger/group.py",
         old="            self._hashes[block] = None\n            self.num_cached -= 1\n",
         new="            self._hashes[block] = None\n        self.num_cached -= 1\n",
         tests=(FIDELITY,),
@@ -63,14 +63,14 @@ TELEMETRY = (
         name="filled-slots-taken-for-held-ones",
         stands_for="O62: usage counts blocks where it should count tokens: no waste is ever shown.",
         file="kvwatch/ledger/gauges.py",
-        old="1 - pool.num_filled_slots / held if held else 0.0",
+        old="1 - filled / held if held else 0.0",
         new="1 - held / held if held else 0.0",
         tests=(f"{MIRROR}::test_waste_is_the_part_of_held_slots_without_tokens",),
     ),
     Fault(
         name="copies-do-not-carry-their-fill",
         stands_for="R30: after copy-on-write the copy counts as empty.",
-        file="kvwatch/ledger/pool.py",
+        file="kvwatch/ledger/group.py",
         old="            filled_slots[destination] = filled_slots[source]\n",
         new="            filled_slots[destination] = 0\n",
         tests=(f"{POOL}::test_a_copied_block_holds_what_its_source_holds_and_the_source_loses_one_owner",),
@@ -155,7 +155,7 @@ TELEMETRY = (
     Fault(
         name="a-shared-block-is-gone-with-its-first-owner",
         stands_for="O44: a block that another request still holds is reported as free.",
-        file="kvwatch/ledger/pool.py",
+        file="kvwatch/ledger/group.py",
         old="            left = ref_counts[block] - 1\n",
         new="            left = 0 if ref_counts[block] else -1\n",
         tests=(
@@ -167,7 +167,7 @@ TELEMETRY = (
         name="clearing-is-ignored",
         stands_for="O49: the cache was cleared, and its blocks are still shown as cached.",
         file="kvwatch/ledger/pool.py",
-        old="        self._hashes = [None] * len(self._hashes)\n        self.num_empty += self.num_cached\n",
+        old="        self._columns.hashes[:] = [None] * len(self._columns.hashes)\n",
         new="        return\n",
         tests=(
             f"{POOL}::test_a_cached_block_is_neither_used_nor_empty_and_clearing_the_cache_empties_it",
@@ -194,8 +194,8 @@ TELEMETRY = (
         name="victim-instead-of-beneficiary",
         stands_for="O64: a preemption names the request that had to go as the one in whose favour it went.",
         file="engine/kvwatch_engine/scheduling/lifecycle.py",
-        old='"" if beneficiary is None else beneficiary.request_id,',
-        new="victim.request_id,",
+        old='name = "" if beneficiary is None else beneficiary.request_id',
+        new="name = victim.request_id",
         tests=(f"{PRESSURE}::test_the_newest_request_yields_and_says_in_whose_favour",),
     ),
     Fault(
@@ -209,26 +209,26 @@ TELEMETRY = (
     Fault(
         name="evictions-of-the-newest-first",
         stands_for="R51: the head of a chain is evicted before its tail.",
-        file="engine/kvwatch_engine/memory/block_manager.py",
-        old="        table.reverse()  # the tail of a chain is evicted first\n",
+        file="engine/kvwatch_engine/memory/group_tables.py",
+        old="        table.reverse()\n",
         new="",
         tests=(f"{PRESSURE}::test_blocks_are_evicted_only_on_demand_oldest_first_and_the_tail_before_the_head",),
     ),
     Fault(
         name="a-growth-that-fails-keeps-blocks",
         stands_for="R09: an allocation that finds too few blocks keeps those it found.",
-        file="engine/kvwatch_engine/memory/block_manager.py",
-        old="        if max(0, missing) + len(shared) > self.pool.num_free:\n            return None\n",
-        new="        if max(0, missing) + len(shared) > self.pool.num_free:\n"
-        "            self.pool.allocate(self.pool.num_free, owner, reason)\n            return None\n",
+        file="engine/kvwatch_engine/memory/table_write.py",
+        old="        if sum(len(each.shared) + each.num_missing for each in planned) > self._pool.num_free:\n",
+        new="        if sum(len(each.shared) + each.num_missing for each in planned) > self._pool.num_free:\n"
+        "            self._pool.allocate(self._pool.num_free, owner, reason)\n",
         tests=("tests/property/test_state_machines.py::test_it_never_gets_into_a_wrong_state",),
     ),
     Fault(
         name="salts-are-ignored",
         stands_for="R13: tenants with different salts share blocks, and times to the first token tell.",
-        file="engine/kvwatch_engine/core.py",
-        old="        if cache_salt:\n",
-        new="        if not cache_salt:\n",
+        file="engine/kvwatch_engine/memory/block_hash.py",
+        old="    if cache_salt:\n",
+        new="    if not cache_salt:\n",
         tests=(f"{SHARING}::test_different_salts_never_share_a_block_and_equal_ones_do",),
     ),
     Fault(
