@@ -178,14 +178,14 @@ def test_beams_of_layers_with_a_window_never_need_more_than_they_were_let_in_wit
     max_prefill_chunk: int | None,
 ) -> None:
     """After a recomputation the first beam has given back what others share of it, but for the prompt."""
-    requests = [search_request(f"r{index}", [5 + index, *PROMPT, *PROMPT], max_tokens=9) for index in range(3)]
+    requests = [search_request(f"r{index}", [5 + index, *PROMPT, *PROMPT], max_tokens=9) for index in range(6)]
     settings: dict[str, Any] = {"groups": make_groups(None, 6), "block_size": 1, "max_prefill_chunk": max_prefill_chunk}
-    roomy = core_with(*requests, **settings, num_blocks=900, max_num_seqs=16)
+    roomy = core_with(*requests, **settings, num_blocks=900, max_num_seqs=24)
     expected = sorted(finish(roomy), key=key_of)
     worst = most_blocks(roomy.settings, len(requests[0].prompt_token_ids), 9, WIDTH)
     log = EventLog()
     recorder = Recorder(log)
-    core = core_with(*requests, log=log, **settings, num_blocks=1 + worst, enable_prefix_cache=False)
+    core = core_with(*requests, log=log, **settings, num_blocks=1 + worst, max_num_seqs=24, enable_prefix_cache=False)
 
     assert sorted(finish(core), key=key_of) == expected
     assert [event for event in recorder.drain() if isinstance(event, RequestPreempted)]
