@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from builders import make_request
 from PIL import Image
-from tiny_vision_model import NUM_IMAGE_TOKENS, load_processor, picture
+from tiny_vision_model import load_processor, picture
 from transformers import LlavaForConditionalGeneration
 
 from kvwatch_engine.contracts.image import PreparedImage, PromptImage
@@ -56,13 +56,13 @@ class Oracle:
         """Return a prompt in whose text `<image>` stands for one picture after the other."""
         made = self.processor(text=text, images=list(pictures), return_tensors="pt")
         token_ids = made["input_ids"][0].tolist()
+        num_tokens = token_ids.count(self.placeholder) // len(pictures)
         images, position = [], 0
         for pixels in made["pixel_values"]:
             position = token_ids.index(self.placeholder, position)
             prepared = PreparedImage(sha256(pixels.numpy().tobytes()).digest(), pixels.numpy())
-            images.append(PromptImage(position, NUM_IMAGE_TOKENS, prepared))
-            position += NUM_IMAGE_TOKENS
-        assert token_ids.count(self.placeholder) == len(pictures) * NUM_IMAGE_TOKENS
+            images.append(PromptImage(position, num_tokens, prepared))
+            position += num_tokens
         return Prompt(tuple(token_ids), tuple(images), made["pixel_values"])
 
     def plain(self, text: str) -> Prompt:

@@ -175,22 +175,30 @@ def test_kept_features_have_a_bound_and_the_latest_ones_stay(oracle: Oracle, mod
 
 
 @pytest.mark.parametrize(
-    ("vision", "config"),
+    ("config", "num_tokens"),
     [
-        ({}, {"vision_feature_layer": -1}),
-        ({}, {"vision_feature_layer": [-3, -2]}),
-        ({}, {"multimodal_projector_bias": False, "projector_hidden_act": "relu"}),
-        ({"num_hidden_layers": 1}, {"tie_word_embeddings": True}),
+        ({"vision_feature_layer": -1}, 9),
+        ({"vision_feature_layer": [-3, -2]}, 9),
+        ({"vision_feature_select_strategy": "full"}, 10),
+        ({"multimodal_projector_bias": False, "projector_hidden_act": "relu"}, 9),
+        ({"vision": {"num_hidden_layers": 1}, "tie_word_embeddings": True}, 9),
+        ({"vision": {"model_type": "siglip_vision_model"}, "vision_feature_select_strategy": "full"}, 9),
+        ({"text": {"model_type": "qwen2"}}, 9),
+        ({"text": {"model_type": "qwen3", "head_dim": 16}}, 9),
+        ({"text": {"model_type": "mistral", "sliding_window": 12}}, 9),
     ],
+    ids=str,
 )
-def test_what_is_taken_of_the_vision_tower_is_what_the_configuration_says(
-    tmp_path: Path, vision: dict[str, Any], config: dict[str, Any]
+def test_every_kind_of_tower_and_decoder_does_what_its_configuration_says(
+    tmp_path: Path, config: dict[str, Any], num_tokens: int
 ) -> None:
-    folder = make_tiny_vision_model(tmp_path, vision=vision, **config)
+    folder = make_tiny_vision_model(tmp_path, **config)
     oracle, model = Oracle(folder), load_model(str(folder), dtype="float32")
     prompts = [oracle.prompt(f"a {IMAGE} b {IMAGE}", 1, 2)]
 
-    check(oracle, prompts, answers(make_engine(model), prompts))
+    check(oracle, prompts, answers(make_engine(model, max_prefill_chunk=8), prompts))
+
+    assert encoder_of(model).input.num_tokens == num_tokens
 
 
 def test_in_bfloat16_an_image_is_seen_as_well(oracle: Oracle, folder: Path) -> None:
