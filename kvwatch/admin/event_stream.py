@@ -35,7 +35,7 @@ SEND_SECONDS = 20.0
 """A client that takes nothing for so long is hung up on."""
 MAX_SECONDS = 86_400.0
 MAX_DIGITS = 18
-TOKEN_FIELDS = ("token_ids",)
+TOKEN_FIELDS = ("token_ids", "image_hashes")
 """Fields that tell what people wrote; only for tokens with the role `prompts`."""
 _KNOWN = sorted({spec.name for spec in REGISTRY} | {spec.family for spec in REGISTRY})
 _NAMES = "|".join(re.escape(name) for name in _KNOWN)

@@ -20,7 +20,7 @@ from kvwatch.derive.lock import wire_type
 from kvwatch.errors import RecordingError
 from kvwatch.telemetry.schema import REGISTRY, Event, EventSpec
 
-PRIVATE_FIELDS = frozenset({"token_ids", "prompt_token_ids", "prompt", "text"})
+PRIVATE_FIELDS = frozenset({"token_ids", "image_hashes", "prompt_token_ids", "prompt", "text"})
 """Fields that may hold what users wrote or read."""
 
 MAX_EVENTS = 4096

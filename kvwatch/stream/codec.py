@@ -5,7 +5,7 @@ an integer of more than 64 bits) is mended, since a hostile name must not end a 
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar, get_args, get_origin
+from typing import Any, Final, Generic, TypeVar, get_args, get_origin
 
 import msgspec
 from google.protobuf.message import DecodeError, Message
@@ -32,8 +32,8 @@ from kvwatch.telemetry.snapshot import EngineSnapshot, TierState
 PART_ROWS = 8192
 """Blocks, sequences or requests in one part of a snapshot: some 300 kB, encoded without yielding."""
 
-PROMPT_FIELD = "token_ids"
-"""Field of events that says what users wrote."""
+PROMPT_FIELDS: Final[dict[str, object]] = {"token_ids": None, "image_hashes": []}
+"""Fields of events that say what users wrote, and what is told in their place."""
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -172,7 +172,7 @@ class EventCodec:
     """Converts events to and from envelopes.
 
     Args:
-        with_token_ids: Whether token ids are encoded; else the fields that hold them are none.
+        with_token_ids: Whether token ids and digests of images are encoded; else the fields that hold them are empty.
     """
 
     def __init__(self, *, with_token_ids: bool = False) -> None:
@@ -181,7 +181,7 @@ class EventCodec:
         self._codecs: dict[type[Event], tuple[str, StructCodec[Event]]] = {
             spec.cls: (choice_name(spec), StructCodec(spec.cls)) for spec in REGISTRY
         }
-        self._redacted = frozenset(spec.cls for spec in REGISTRY if PROMPT_FIELD in spec.fields and not with_token_ids)
+        self._blanks = {} if with_token_ids else _blanks()
         self._by_choice = dict(self._codecs.values())
 
     def encode(self, event: Event) -> bytes:
@@ -189,8 +189,9 @@ class EventCodec:
 
         Messages may be concatenated: the bytes of several such updates are those of one that holds all their events.
         """
-        if type(event) in self._redacted:
-            event = msgspec.structs.replace(event, **{PROMPT_FIELD: None})
+        blanks = self._blanks.get(type(event))
+        if blanks is not None:
+            event = msgspec.structs.replace(event, **blanks)
         choice, codec = self._codecs[type(event)]
         envelope = self._envelope(seq=event.seq, step=event.step, time_ns=event.time_ns, **{choice: codec.pack(event)})
         return bytes(self._update(events=[envelope]).SerializeToString())
@@ -203,6 +204,12 @@ class EventCodec:
         return self._by_choice[choice].unpack(
             getattr(envelope, choice), seq=envelope.seq, step=envelope.step, time_ns=envelope.time_ns
         )
+
+
+def _blanks() -> dict[type[Event], dict[str, object]]:
+    """Return the fields of each event that must not tell what users wrote, with what is told instead."""
+    told = {spec.cls: {name: what for name, what in PROMPT_FIELDS.items() if name in spec.fields} for spec in REGISTRY}
+    return {event: fields for event, fields in told.items() if fields}
 
 
 # ---------------------------------------------------------------- snapshots

@@ -69,7 +69,7 @@ class BlockManager:
         self.groups = tuple(GroupTables(pool, block_size, number, window) for number, window in enumerate(windows))
         self.has_windows = any(window is not None for window in windows)
         self._is_plain = len(windows) == 1 and not self.has_windows
-        self._emit_token_ids = emit_token_ids
+        self.emit_token_ids = emit_token_ids
         self._log = log
         self._tables = self.groups[0].tables
         self._writer = TableWriter(pool, self.groups, log)
@@ -225,7 +225,7 @@ class BlockManager:
                 names = [hash_in_group(content, number) for content in names]
             if self.contents is not None:
                 self._note_contents(self.contents, chain.root, hashes[done:num_full], done, tokens)
-            token_ids = self._token_ids(tokens, done, num_full) if self._emit_token_ids else None
+            token_ids = self._token_ids(tokens, done, num_full) if self.emit_token_ids else None
             source = StoredRun(owner, done, token_ids, number)
             self.pool.store(group.tables[owner][done:num_full], names, parent, source)
             group.num_stored[owner] = num_full

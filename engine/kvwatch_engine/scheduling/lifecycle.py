@@ -88,7 +88,7 @@ class Lifecycle:
         self._requests[request.request_id] = request
         self.waiting.add(request)
         if self._log.active:
-            self._log.append(queued_event(request))
+            self._log.append(queued_event(request, tells_content=self._manager.emit_token_ids))
 
     def hold(self, request: Request, transfer: TransferKind) -> None:
         """Take the head out of the queue: it has its blocks, and goes on when this transfer has filled them."""

@@ -8,9 +8,10 @@ from kvwatch_engine.scheduling.request import Request
 _SEVERITY = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.LENGTH, FinishReason.STOP)
 
 
-def queued_event(request: Request) -> RequestQueued:
-    """Return the event of a request that has arrived."""
+def queued_event(request: Request, *, tells_content: bool) -> RequestQueued:
+    """Return the event of a request that has arrived; what its images are is told like token ids, when asked for."""
     origin, sampling = request.origin, request.sampling
+    images = request.images if tells_content else ()
     return RequestQueued(
         request.request_id,
         request.num_prompt_tokens,
@@ -30,6 +31,9 @@ def queued_event(request: Request) -> RequestQueued:
         request.priority,
         salt_digest(request.cache_salt, request.tenant_salt),
         0 if sampling.beams is None else sampling.beams.width,
+        [image.position for image in images],
+        [image.num_tokens for image in images],
+        [image.image.content_hash for image in images],
     )
 
 

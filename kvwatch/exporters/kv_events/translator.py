@@ -5,6 +5,7 @@ a hash that two blocks hold is told once, and removed when the last of them has 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from kvwatch.exporters.kv_events.foreign import ForeignTranslator
@@ -31,7 +32,7 @@ from kvwatch.telemetry.events import (
 from kvwatch.telemetry.events.block import GROUPS, Tier
 from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import EngineSnapshot
-from kvwatch.wire.kv_events import AllBlocksCleared, WireEvent, WireHash, int_hash
+from kvwatch.wire.kv_events import AllBlocksCleared, ExtraKey, WireEvent, WireHash, int_hash
 
 HashKind = Literal["int", "bytes"]
 
@@ -50,6 +51,32 @@ class Spec(TypedDict):
 
     kind: str
     window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What the blocks of a request depend on beside tokens."""
+
+    adapter: str = ""
+    salt: str = ""
+    """Digest of its salts."""
+    images: tuple[tuple[int, int, bytes], ...] = ()
+    """First token, number of tokens and digest of each image."""
+
+    def keys_in(self, place: int, block_size: int) -> tuple[ExtraKey, ...]:
+        """Return the extra keys of the block at a place in the table."""
+        begin, end = place * block_size, (place + 1) * block_size
+        # A salt marks the first block, as in vLLM: the others follow from it. An image marks each block that it is in.
+        texts = filter(None, (self.adapter, self.salt if place == 0 else ""))
+        images = (
+            [digest.hex(), position - begin]
+            for position, num_tokens, digest in self.images
+            if position < end and begin < position + num_tokens
+        )
+        return (*texts, *images)
+
+
+_NO_ORIGIN = Origin()
 
 
 def foreign_translator(hash_kind: HashKind, block_size: Callable[[], int]) -> ForeignTranslator:
@@ -72,8 +99,8 @@ class Translator:
         self._held: dict[Place, Key] = {}
         """What each block holds."""
         self._num_holders: dict[Key, int] = {}
-        self._origins: dict[str, tuple[str, str]] = {}
-        """Adapter and digest of the salt of each live request that has one of them."""
+        self._origins: dict[str, Origin] = {}
+        """Of each live request whose blocks depend on more than tokens."""
         self._windows: dict[str, int | None] = {}
         """Window of each KV group; empty while there is only one, with full attention."""
         self._block_size = 0
@@ -180,8 +207,9 @@ class Translator:
         return [AllBlocksCleared()]
 
     def _note_origin(self, event: RequestQueued) -> list[WireEvent]:
-        if event.adapter or event.salt:
-            self._origins[event.request] = (event.adapter, event.salt)
+        if event.adapter or event.salt or event.image_hashes:
+            images = zip(event.image_positions, event.image_tokens, event.image_hashes, strict=True)
+            self._origins[event.request] = Origin(event.adapter, event.salt, tuple(images))
         return []
 
     def _forget_origin(self, event: RequestFinished) -> list[WireEvent]:
@@ -195,10 +223,9 @@ class Translator:
 
     def _content(self, event: BlocksStored, index: int, parent: WireHash | None) -> Content:
         tokens = packed(event.token_ids[index]) if event.token_ids is not None else ()
-        adapter, salt = self._origins.get(event.request, ("", ""))
-        is_first = event.first_index + index == 0  # a salt marks the first block, as in vLLM: the others follow from it
-        keys = tuple(filter(None, (adapter, salt if is_first else "")))
-        return Content(self._block_size, parent, tokens, adapter or None, keys, **self._spec(event.group))
+        origin = self._origins.get(event.request, _NO_ORIGIN)
+        keys = origin.keys_in(event.first_index + index, self._block_size)
+        return Content(self._block_size, parent, tokens, origin.adapter or None, keys, **self._spec(event.group))
 
     def _spec(self, group: str) -> Spec:
         window = self._windows.get(group)

@@ -40,6 +40,15 @@ class RequestQueued(Event):
     priority: Annotated[int, value(16, "Priority; 0 is served first.", "1")] = 0
     salt: Annotated[str, identity(17, "Digest of the cache salt, the same for equal salts; empty without one.")] = ""
     beam_width: Annotated[int, value(18, "Beams that hold blocks at once; 0 unless it is a beam search.", "1")] = 0
+    image_positions: Annotated[
+        list[int], value(19, "Where each image begins; empty unless the engine was told to give token ids.", "tokens")
+    ] = msgspec.field(default_factory=list)
+    image_tokens: Annotated[list[int], value(20, "Prompt tokens that stand for each of these images.", "tokens")] = (
+        msgspec.field(default_factory=list)
+    )
+    image_hashes: Annotated[list[bytes], identity(21, "Digest of each of these images as the model sees it.")] = (
+        msgspec.field(default_factory=list)
+    )
 
 
 @event(

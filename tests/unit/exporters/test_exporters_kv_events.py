@@ -253,6 +253,28 @@ def test_a_salt_marks_the_first_block_of_a_sequence_and_no_other() -> None:
     assert next_one.extra_keys == [["sql"]]
 
 
+def test_an_image_marks_every_block_that_it_reaches_into_with_its_place() -> None:
+    """Placeholder tokens are the same for all images: a router that knows tokens alone would send all of them here."""
+    it = translator()
+    # A prompt of four blocks: one image in tokens 1 to 4, another in tokens 6 and 7.
+    asked = RequestQueued(
+        "a", 8, 1, 0, adapter="sql", image_positions=[1, 6], image_tokens=[4, 2], image_hashes=[b"\x01", b"\xff"]
+    )
+    it.apply(asked)
+
+    (first,) = it.apply(stored([7, 8], [1, 2], request="a"))
+    (next_one,) = it.apply(msgspec.structs.replace(stored([9, 10], [3, 4], parent=8, request="a"), first_index=2))
+    it.apply(queued("b", ""))
+    (other,) = it.apply(stored([20], [5], request="b"))
+
+    assert isinstance(first, BlockStored)
+    assert isinstance(next_one, BlockStored)
+    assert isinstance(other, BlockStored)
+    assert first.extra_keys == [["sql", ["01", 1]], ["sql", ["01", -1]]]
+    assert next_one.extra_keys == [["sql", ["01", -3]], ["sql", ["ff", 0]]]
+    assert other.extra_keys is None
+
+
 def test_the_bytes_of_stores_removals_and_clears_are_those_of_a_recorded_vllm() -> None:
     recording = json.loads((Path(__file__).resolve().parents[2] / "recordings/kv-events-vllm-0.33.0.json").read_text())
     seen: dict[str, int] = {}
