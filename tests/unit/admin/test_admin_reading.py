@@ -198,3 +198,13 @@ def test_streams_are_bounded_and_give_back_their_place(tmp_path: Path) -> None:
             assert (first.status_code, second.status_code) == (200, 200)
             assert client.get("/events").status_code == 429
         wait_until(lambda: client.get("/events?seconds=0").status_code == 200, 60)
+
+
+@pytest.mark.parametrize(("token", "is_told"), [(None, False), ("read", False), ("operate", False), ("prompts", True)])
+def test_token_ids_are_shown_to_those_who_may_see_prompts(tmp_path: Path, token: str | None, is_told: bool) -> None:
+    with admin_stage(tmp_path, emit_token_ids=True) as stage:
+        (message,) = read_events(stage, 1, token=token, events="block.stored")
+
+    data = json.loads(message["data"])
+    assert data["hashes"]
+    assert bool(data.get("token_ids")) == is_told
