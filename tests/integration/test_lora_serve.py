@@ -80,7 +80,8 @@ def test_the_load_generator_finds_no_text_of_one_adapter_in_the_answers_of_anoth
     assert report["isolation"]["compared"] == 40
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_tiers_bring_back_each_adapters_own_prefixes_and_no_older_adapters_of_its_name(
     folder: Path, adapters: Path, tmp_path: Path
 ) -> None:
@@ -130,7 +131,6 @@ def test_tiers_bring_back_each_adapters_own_prefixes_and_no_older_adapters_of_it
         (["--lora", "a={a}", "--lora", "b={b}", "--max-loras", "1"], "2 adapters, but --max-loras is 1"),
         (["--lora-dir", "{a}/nowhere"], "--lora-dir"),
         (["--lora", "a={a}", "--max-lora-rank", "4"], "its rank is 8, but the limit is 4; raise --max-lora-rank"),
-        (["--lora", "a={a}/.."], "the adapter has no adapter_config.json"),
         (["--lora", "tiny={a}"], "something is served as 'tiny' already"),
     ],
     ids=repr,
