@@ -62,10 +62,13 @@ class LiveStage:
         ]
         self.engine.submit(request)
 
+    def wait_begun(self, count: int) -> None:
+        """Wait until so many steps have begun since the start."""
+        wait_until(lambda: self.num_steps >= count, 60)
+
     def wait_steps(self, count: int) -> None:
-        """Wait until so many more steps have begun."""
-        wanted = self.num_steps + count
-        wait_until(lambda: self.num_steps >= wanted, 60)
+        """Wait until so many more steps have begun: there must be work for them."""
+        self.wait_begun(self.num_steps + count)
 
     def wait_idle(self) -> None:
         """Let everything end; answers must be those that were known."""

@@ -12,7 +12,7 @@ from kvwatch_engine.contracts.request import FinishReason
 def test_while_admission_is_paused_nobody_starts_and_who_runs_goes_on() -> None:
     with live_stage() as stage:
         stage.submit("runs", [5, 6], max_tokens=30)
-        stage.wait_steps(1)
+        stage.wait_begun(1)
         state = stage.control.pause_admission(3600, **ASK)
         stage.submit("waits", [7, 8])
         wait_until(lambda: ("runs", 0) in stage.reasons, 60)
@@ -55,8 +55,8 @@ def test_a_pause_has_an_end_within_the_hour(seconds: float) -> None:
 
 def test_a_request_is_ended_and_an_unknown_one_is_said_to_be_so() -> None:
     with live_stage() as stage:
+        stage.control.pause_admission(3600, **ASK)  # it is still there when it is to be ended
         stage.submit("long", [5, 6], max_tokens=40)
-        stage.wait_steps(2)
 
         assert stage.control.abort_request("long")
         assert stage.reasons["long", 0] is FinishReason.ABORT

@@ -4,14 +4,17 @@ import threading
 from typing import Any
 
 import pytest
-from builders import LedgerFollower
+from builders import LedgerFollower, NullModel, Recorder, make_request, make_settings, run_until_idle
 from live_stage import ASK, LiveStage, live_stage
 from openai_server import wait_until
 
 from kvwatch.control import LIVE_SETTINGS, LiveControl, SettingValue
 from kvwatch.errors import ChangeConflict, ChangeRefused
 from kvwatch.telemetry.events import ConfigChanged, PoolRebuilt, RequestPreempted
+from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.errors import RequestInvalid
+from kvwatch_engine.core import EngineCore
+from kvwatch_engine.live.changer import Changer
 
 
 class Dial:
@@ -77,7 +80,7 @@ def test_each_setting_changes_while_requests_run_and_goes_back(
         follower = LedgerFollower(stage.log, stage.engine.snapshot)
         for each in range(6):
             stage.submit(f"r{each}", [5 + each] * (5 + each), max_tokens=20)
-        stage.wait_steps(2)
+        stage.wait_begun(2)
         before = live(stage)
 
         outcome = stage.control.apply({key: value}, **ASK)
@@ -123,9 +126,9 @@ def test_each_setting_changes_while_requests_run_and_goes_back(
 )
 def test_a_change_that_cannot_be_is_refused_whole_and_changes_nothing(changes: dict[str, Any], said: str) -> None:
     with live_stage() as stage:
+        stage.control.pause_admission(3600, **ASK)  # whatever the machine does, they are there
         stage.submit("long", [5] * 20, max_tokens=20)
         stage.submit("twins", [6] * 3, n=2)
-        stage.wait_steps(1)
         version, before = stage.control.settings().version, live(stage)
 
         preview = stage.control.preview(changes)
@@ -136,6 +139,7 @@ def test_a_change_that_cannot_be_is_refused_whole_and_changes_nothing(changes: d
         assert preview.problem
         assert live(stage) == before
         assert stage.control.settings().version == version
+        stage.control.resume_admission(**ASK)
         stage.wait_idle()
         assert not [event for event in stage.recorder.drain() if isinstance(event, ConfigChanged)]
 
@@ -205,29 +209,38 @@ def test_a_setting_that_is_not_the_engines_changes_with_the_others_or_not_at_all
 
 
 def test_a_smaller_pool_takes_blocks_from_running_requests_which_are_computed_again() -> None:
-    with live_stage(num_blocks=41) as stage:
-        follower = LedgerFollower(stage.log, stage.engine.snapshot)
-        for each in range(5):
-            stage.submit(f"r{each}", [5 + each] * 12, max_tokens=12)
-        stage.wait_steps(6)
-        preview = stage.control.preview({"num_blocks": 12})
+    log = EventLog()
+    model = NullModel()
+    core = EngineCore(make_settings(num_blocks=41), model, log, block_bytes=64, memory=model)
+    model.block_size = core.settings.block_size
+    changer, follower, recorder = Changer(core), LedgerFollower(log, core.snapshot), Recorder(log)
+    for each in range(5):
+        core.add(make_request(f"r{each}", [5 + each] * 12, max_tokens=12, ignore_eos=True), 0)
+    seen: dict[tuple[str, int], list[int]] = {}
+    for _ in range(6):
+        for output in core.step():
+            seen.setdefault((output.request_id, output.sequence), []).extend(output.token_ids)
+    used = core.manager.pool.num_used
 
-        assert preview.is_possible
-        assert preview.preempted_requests, "five requests hold more than 11 blocks"
-        assert preview.num_blocks_freed > 0
-        assert preview.num_recomputed_tokens >= 12 * len(preview.preempted_requests)
-        assert preview.memory_bytes == 12 * 64
-        outcome = stage.control.apply({"num_blocks": 12}, **ASK)
-        stage.wait_idle()
+    preview = changer.preview({"num_blocks": 12}, [])
+    _, carry_out = changer.prepare({"num_blocks": 12}, [], actor="test", reason="", version=None)
+    outcome = carry_out()
 
-        assert set(stage.reasons) == {(f"r{each}", 0) for each in range(5)}
-        told = [event for event in stage.recorder.drain() if isinstance(event, RequestPreempted)]
-        assert {event.request for event in told if event.reason == "rebuild"} == set(outcome.preempted_requests)
-        follower.catch_up()
+    assert preview.is_possible
+    assert (preview.memory_bytes, preview.preempted_requests) == (12 * 64, outcome.preempted_requests)
+    assert preview.num_blocks_freed >= used - 11
+    assert preview.num_recomputed_tokens >= 12 * len(preview.preempted_requests)
+    for key, tokens in run_until_idle(core).items():
+        seen.setdefault(key, []).extend(tokens)
+    follower.catch_up()
+    assert seen == {(f"r{i}", 0): [model.next_token([5 + i] * 12, 0, at) for at in range(12)] for i in range(5)}
+    told = [event for event in recorder.drain() if isinstance(event, RequestPreempted)]
+    assert {event.request for event in told if event.reason == "rebuild"} == set(outcome.preempted_requests)
 
 
 def test_a_refused_size_is_counted() -> None:
     with live_stage() as stage:
+        stage.control.pause_admission(3600, **ASK)
         stage.submit("long", [5] * 20, max_tokens=20)
         with pytest.raises(ChangeRefused):
             stage.control.apply({"num_blocks": 4}, **ASK)
