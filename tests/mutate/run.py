@@ -22,6 +22,7 @@ from mutate.faults_exporters import EXPORTERS
 from mutate.faults_insight import INSIGHT
 from mutate.faults_kernels_cpu import KERNELS_CPU
 from mutate.faults_kernels_triton import KERNELS_TRITON
+from mutate.faults_live import LIVE_CHANGES
 from mutate.faults_lora import LORA
 from mutate.faults_metrics import METRICS
 from mutate.faults_telemetry import TELEMETRY
@@ -35,6 +36,7 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "insight": INSIGHT,
     "kernels-cpu": KERNELS_CPU,
     "kernels-triton": KERNELS_TRITON,
+    "live": LIVE_CHANGES,
     "lora": LORA,
     "metrics": METRICS,
     "telemetry": TELEMETRY,

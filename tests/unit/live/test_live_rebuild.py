@@ -285,3 +285,23 @@ def test_pins_end_with_the_blocks_that_they_name(changes: dict[str, Any], fails:
     assert core.manager.pool.num_idle_pinned == (3 if keeps_content else 0)
     core.check_integrity()
     follower.catch_up()
+
+
+def test_a_block_whose_beginning_has_left_the_window_is_no_prefix() -> None:
+    """With blocks of 4 and a window of 6, tokens from 8 on are left of 15; in a block of 16 the first 8 are missing."""
+    core = make_core(groups=WINDOWED, num_blocks=81)
+    core.add(make_request("long", [5] * 15, max_tokens=20, ignore_eos=True), 0)
+    core.step()
+    sliding = core.manager.groups[1]
+    (owner,) = sliding.tables
+    assert sliding.num_passed[owner] == 2
+
+    change(Changer(core, NO_COOLDOWN), {"block_size": 16})
+    for _ in range(3):
+        core.step()
+
+    assert sliding.first_token(owner) == 8
+    table = sliding.tables[owner]
+    assert core.manager.pool.hashes[table[0]] is None, "it became full, and is not whole"
+    assert core.manager.pool.hashes[core.manager.table(owner)[0]] is not None, "that of the other group is"
+    run(core)
