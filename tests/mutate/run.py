@@ -19,6 +19,7 @@ from mutate.fault import Fault, PatchError
 from mutate.faults_admin import ADMIN
 from mutate.faults_engine import ENGINE
 from mutate.faults_exporters import EXPORTERS
+from mutate.faults_images import IMAGES
 from mutate.faults_insight import INSIGHT
 from mutate.faults_kernels_cpu import KERNELS_CPU
 from mutate.faults_kernels_triton import KERNELS_TRITON
@@ -33,6 +34,7 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "admin": ADMIN,
     "engine": ENGINE,
     "exporters": EXPORTERS,
+    "images": IMAGES,
     "insight": INSIGHT,
     "kernels-cpu": KERNELS_CPU,
     "kernels-triton": KERNELS_TRITON,
