@@ -84,7 +84,7 @@ def test_of_two_changes_at_once_one_wins(stage: AdminStage) -> None:
 
 def test_a_change_that_expires_reverts_and_says_so(stage: AdminStage) -> None:
     with stage.client("operate") as client:
-        answer = change(client, changes={"max_num_seqs": 4}, expires_in=2).json()
+        answer = change(client, changes={"max_num_seqs": 4}, expires_in=6).json()
         assert answer["audit"]["expires_at"] == setting(client, "max_num_seqs")["expires_at"]
         wait_until(lambda: stage.value("config_drift", key="max_num_seqs") == 1, 60)
 

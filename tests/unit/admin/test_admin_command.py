@@ -43,7 +43,7 @@ def test_looking_prints_json(stage: AdminStage, tmp_path: Path, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["requests"][0]["request"] == "a"
     assert admin(stage, tmp_path, "request", "a", "--engine", "chat") == 0
     assert json.loads(capsys.readouterr().out)["state"] == "running"
-    assert admin(stage, tmp_path, "events", "--seconds", "2", "--events", "step") == 0
+    assert admin(stage, tmp_path, "events", "--seconds", "5", "--events", "step") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[0])["event"].startswith("step.")
 
 
