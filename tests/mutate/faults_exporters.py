@@ -55,8 +55,8 @@ EXPORTERS = (
         name="salt-without-a-mark",
         stands_for="Routers are told the tokens of salted blocks and send everybody to them.",
         file="kvwatch/exporters/kv_events/translator.py",
-        old='keys = tuple(filter(None, (adapter, salt if is_first else "")))',
-        new="keys = tuple(filter(None, (adapter,)))",
+        old='texts = filter(None, (self.adapter, self.salt if place == 0 else ""))',
+        new="texts = filter(None, (self.adapter,))",
         tests=(KV_EVENTS,),
     ),
     Fault(

@@ -99,7 +99,7 @@ METRICS = (
         name="token-ids-for-everybody",
         stands_for="What users wrote goes to whoever follows the log, without having been asked for.",
         file="engine/kvwatch_engine/memory/block_manager.py",
-        old="        token_ids = self._token_ids(tokens, done, num_full) if self._emit_token_ids else None\n",
+        old="        token_ids = self._token_ids(tokens, done, num_full) if self.emit_token_ids else None\n",
         new="        token_ids = self._token_ids(tokens, done, num_full)\n",
         tests=(EVENTS,),
     ),
