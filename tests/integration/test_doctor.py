@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from builders import NullModel
 from metrics_stub import one_page
+from naive_engine import NaiveEngine
 from openai_server import RunningServer, arithmetic_server, byte_level_tokenizer, save_tokenizer
 from sidecar_stage import sidecar_stage
 
@@ -20,6 +21,9 @@ from kvwatch.errors import ConfigError
 from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.insight.diagnosis import DiagnosisReport
 from kvwatch.observatory import Observatory
+from kvwatch.observatory.plan import Subject, plan_observatory
+from kvwatch.observatory.settings import ObservatorySettings
+from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.step import StepInput
 
 
@@ -156,3 +160,29 @@ def test_a_diagnosis_that_the_target_has_made_itself_is_taken() -> None:
         asker.close()
 
     assert found == msgspec.json.decode(own, type=DiagnosisReport)
+
+
+def test_the_admin_listener_has_looked_before_and_is_asked_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = EventLog(4096)
+    engine = NaiveEngine(log)
+    settings = ObservatorySettings(
+        metrics_listen="off", grpc_listen="off", admin_listen="127.0.0.1:0", flight_dir="off"
+    )
+    identity = EngineIdentity("chat", 0, "tiny")
+    built = plan_observatory(settings, "chat", tmp_path).build(Subject(log, engine, identity, config={}))
+    built.observatory.start()
+    try:
+        assert built.admin is not None
+        assert built.admin.address is not None
+        deadline = time.monotonic() + 60
+        while built.desk.diagnosis().diagnosis is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        status = doctor("http://127.0.0.1:9", "--admin", "http://{}:{}".format(*built.admin.address))
+    finally:
+        built.observatory.stop()
+
+    assert status == 0
+    assert capsys.readouterr().out.startswith("chat (tiny), over ")
