@@ -5,7 +5,7 @@ sequence, the tokens up to there, and what images stand behind them. Two sequenc
 would write the same into it, and a new sequence must find every block that it would have written, while it is cached.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -110,6 +110,14 @@ class IsolationMachine(RuleBasedStateMachine):
         keys, tokens = data.draw(st.sampled_from(self.history))
         fields = {name: getattr(keys, name) for name in ("salt", "tenant", "adapter", "images")}
         self._open(Keys(**{**fields, which: getattr(other, which)}), tokens)
+
+    @precondition(lambda self: self.history)
+    @rule(data=st.data(), by=st.integers(1, 2))
+    def open_with_images_elsewhere(self, data: st.DataObject, by: int) -> None:
+        """The same tokens and images, a little later: mostly in the same blocks."""
+        keys, tokens = data.draw(st.sampled_from(self.history))
+        moved = tuple(MultimodalItem(each.position + by, each.num_tokens, each.content_hash) for each in keys.images)
+        self._open(replace(keys, images=moved), tokens)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))

@@ -21,6 +21,7 @@ from mutate.faults_engine import ENGINE
 from mutate.faults_exporters import EXPORTERS
 from mutate.faults_images import IMAGES
 from mutate.faults_insight import INSIGHT
+from mutate.faults_isolation import ISOLATION
 from mutate.faults_kernels_cpu import KERNELS_CPU
 from mutate.faults_kernels_triton import KERNELS_TRITON
 from mutate.faults_live import LIVE_CHANGES
@@ -36,6 +37,7 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "exporters": EXPORTERS,
     "images": IMAGES,
     "insight": INSIGHT,
+    "isolation": ISOLATION,
     "kernels-cpu": KERNELS_CPU,
     "kernels-triton": KERNELS_TRITON,
     "live": LIVE_CHANGES,

@@ -67,6 +67,7 @@ def test_content_place_and_length_of_an_image_all_count() -> None:
         hashes(MultimodalItem(5, 3, b"dog")),
         hashes(MultimodalItem(6, 3, b"cat")),
         hashes(MultimodalItem(5, 2, b"cat")),
+        hashes(MultimodalItem(4, 3, b"cat")),
         hashes(MultimodalItem(5, 3, b"cat"), MultimodalItem(8, 1, b"dog")),
     ]
     assert all(a[-1] != b[-1] for a, b in combinations(chains, 2))

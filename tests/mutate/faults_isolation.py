@@ -1,0 +1,95 @@
+"""Deliberate faults of who shares what: keys of block hashes, API keys, pins, the reset of the prefix cache."""
+
+from mutate.fault import Fault
+
+MACHINE = "tests/property/test_isolation.py::test_blocks_are_shared_exactly_between_those_who_agree_in_every_key"
+HASH = "tests/unit/memory/test_memory_block_hash.py"
+KEYS = "tests/unit/server/test_server_api_keys.py"
+HTTP = "tests/integration/test_api_keys.py"
+LIVE = "tests/unit/live/test_live_prefixes.py"
+STRICT = "tests/unit/engine/test_engine_strict.py"
+POOL = "engine/kvwatch_engine/memory/block_pool.py"
+BLOCK_HASH = "engine/kvwatch_engine/memory/block_hash.py"
+
+ISOLATION = (
+    Fault(
+        name="kinds-of-key-are-not-told-apart",
+        stands_for="A client sends another tenant's salt as its own, and finds the other's blocks.",
+        file=BLOCK_HASH,
+        old='        return struct.pack("<BQ", self.tag, len(self.content)) + self.content\n',
+        new='        return struct.pack("<BQ", 0, len(self.content)) + self.content\n',
+        tests=(MACHINE, HASH),
+    ),
+    Fault(
+        name="an-image-anywhere-in-the-block",
+        stands_for="Two prompts have the same image at different places, and the one is given the other's K/V.",
+        file=BLOCK_HASH,
+        old='        place = struct.pack("<qq", self.position - start, self.num_tokens)\n',
+        new='        place = struct.pack("<qq", 0, self.num_tokens)\n',
+        tests=(MACHINE, HASH),
+    ),
+    Fault(
+        name="a-header-says-whose-request-it-is",
+        stands_for="Anybody with a key has his requests counted as another tenant's.",
+        file="engine/kvwatch_engine/server/endpoint.py",
+        old="        tenant = caller.tenant if caller is not None else",
+        new="        tenant = caller.tenant if caller is None else",
+        tests=(HTTP,),
+    ),
+    Fault(
+        name="the-tenant-shares-with-everybody",
+        stands_for="The key says whose request it is, and the blocks are everybody's.",
+        file="engine/kvwatch_engine/server/generation.py",
+        old="                tenant_salt=self.tenant_salt,\n",
+        new="",
+        tests=(HTTP,),
+    ),
+    Fault(
+        name="a-key-that-was-taken-out-lives-on",
+        stands_for="Somebody takes a key out of the file and makes a mistake elsewhere in it: the key still works.",
+        file="engine/kvwatch_engine/server/api_keys.py",
+        old="            self._known, self._salts = (), {}\n",
+        new="            pass\n",
+        tests=(KEYS,),
+    ),
+    Fault(
+        name="pinned-blocks-are-evicted",
+        stands_for="A system prompt is pinned, and gone after a busy night.",
+        file=POOL,
+        old="                elif self.pinned and content in self.pinned:\n",
+        new="                elif False:\n",
+        tests=(LIVE,),
+    ),
+    Fault(
+        name="pins-leave-no-room-to-end",
+        stands_for="A prefix is pinned beside a request that then waits for ever for the blocks that are left.",
+        file="engine/kvwatch_engine/prefixes.py",
+        old="        check_worst_cases(wanted, accepted)\n",
+        new="",
+        tests=(LIVE,),
+    ),
+    Fault(
+        name="requests-are-measured-by-the-whole-pool",
+        stands_for="A request is accepted that needs the pinned blocks, and never ends.",
+        file="engine/kvwatch_engine/contracts/settings.py",
+        old="        return self.num_blocks - 1 - self.num_pinned_blocks\n",
+        new="        return self.num_blocks - 1\n",
+        tests=(LIVE,),
+    ),
+    Fault(
+        name="what-runs-brings-the-cache-back",
+        stands_for="The cache was reset, and a running request stores what it goes on with under the old names.",
+        file="engine/kvwatch_engine/prefixes.py",
+        old="                request.isolate()\n",
+        new="                pass\n",
+        tests=(LIVE,),
+    ),
+    Fault(
+        name="a-found-block-is-trusted",
+        stands_for="Strict mode compares nothing.",
+        file="engine/kvwatch_engine/memory/strict.py",
+        old="                return index\n",
+        new="                continue\n",
+        tests=(STRICT,),
+    ),
+)
