@@ -245,9 +245,13 @@ class Rebuilder:
                 core.scheduler.lifecycle.note_blocks(request)
 
     def _store(self, sequence: Sequence) -> None:
-        """Let the full blocks of a running sequence be found again."""
+        """Let the full blocks of a running sequence be found again, unless a reset has taken them out of sight."""
         manager = self._core.manager
-        if sequence.owner in manager.owners():
+        if sequence.owner not in manager.owners():
+            return
+        if sequence.request.own_root is not None:  # it may share them with others, whose root is another one
+            manager.leave_unstored(sequence.owner, sequence.num_computed)
+        else:
             manager.store_full(sequence.owner, sequence.chain, sequence.num_computed, sequence.tokens)
 
     def _tell(

@@ -230,6 +230,11 @@ class BlockManager:
             self.pool.store(group.tables[owner][done:num_full], names, parent, source)
             group.num_stored[owner] = num_full
 
+    def leave_unstored(self, owner: Owner, num_computed: int) -> None:
+        """Keep the blocks that are full now out of the prefix index: only those that become full later enter it."""
+        for group in self.groups:
+            group.num_stored[owner] = max(group.num_stored[owner], num_computed // self.block_size)
+
     def pass_windows(self, owner: Owner, num_computed: int) -> None:
         """Give back what no later token of the sequence can see, once it has computed so many and was forked, if so."""
         if self.has_windows:

@@ -15,6 +15,7 @@ from kvwatch_engine.contracts.cache import BlockLayout, KVGroup
 from kvwatch_engine.contracts.step import Int64Array
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.live.changer import Changer, RebuildLimits
+from kvwatch_engine.prefixes import PrefixDesk
 
 PROMPTS = {f"r{i}": [4 + (i * 7 + j) % 40 for j in range(5 + 3 * i)] for i in range(4)}
 NO_COOLDOWN = RebuildLimits(cooldown_seconds=0.0)
@@ -305,3 +306,21 @@ def test_a_block_whose_beginning_has_left_the_window_is_no_prefix() -> None:
     assert core.manager.pool.hashes[table[0]] is None, "it became full, and is not whole"
     assert core.manager.pool.hashes[core.manager.table(owner)[0]] is not None, "that of the other group is"
     run(core)
+
+
+def test_what_a_reset_took_out_of_sight_stays_so_in_blocks_of_another_size() -> None:
+    """Requests that shared a block before the reset have roots of their own since: it can have only one name."""
+    core = make_core(num_blocks=60, block_size=3)
+    for name in ("one", "other"):
+        core.add(make_request(name, [*range(4, 16), len(name)], max_tokens=12, ignore_eos=True), 0)
+        core.step()
+        core.step()
+    assert any(count > 1 for count in core.manager.pool.ref_counts), "they share their prompts"
+
+    PrefixDesk(core).reset(unpin=True, actor="test", reason="")
+    change(Changer(core, RebuildLimits(cooldown_seconds=0.0)), {"block_size": 2})
+
+    core.check_integrity()
+    while core.has_work:
+        core.step()
+        core.check_integrity()
