@@ -21,7 +21,7 @@ from kvwatch_engine.memory.tiers.tiers import TierSettings
 from kvwatch_engine.model.loader import LoadedModel
 from kvwatch_engine.model.runner import ModelRunner
 from kvwatch_engine.scheduling.request import Request, RequestState
-from kvwatch_engine.serve_tiers import tiers_factory
+from kvwatch_engine.serve.tiers import tiers_factory
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 200
 NUM_SHORT = 16

@@ -6,5 +6,5 @@ scheduling/  what runs in the next step, and what happens to its results; no tor
 model/       loading, forward pass, sampling
 engine.py    the step loop on its own thread
 server/      the OpenAI-compatible API
-serve.py     puts engine, server and observatory together (`kvwatch serve`)
+serve/       puts engine, server and observatory together (`kvwatch serve`)
 """

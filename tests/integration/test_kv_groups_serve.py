@@ -14,7 +14,7 @@ from kvwatch_engine.contracts.errors import ModelError
 from kvwatch_engine.contracts.model import ModelInfo, SamplingDefaults
 from kvwatch_engine.memory.tiers.tiers import TierSettings
 from kvwatch_engine.model.loader import load_model
-from kvwatch_engine.serve_tiers import served_groups
+from kvwatch_engine.serve.tiers import served_groups
 
 SMALL = ("--served-model-name", "tiny", "--num-blocks", "400", "--block-size", "8", "--dtype", "float32")
 

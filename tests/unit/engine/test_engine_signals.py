@@ -11,7 +11,7 @@ import pytest
 import structlog
 from recording_stage import RecordingStage, recorder_settings
 
-from kvwatch_engine.serve_signals import dump_on_signal
+from kvwatch_engine.serve.signals import dump_on_signal
 
 
 @dataclass(frozen=True)

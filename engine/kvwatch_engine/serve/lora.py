@@ -1,15 +1,15 @@
 """Reads what was set about LoRA adapters: part of the composition root of `kvwatch serve`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvwatch.errors import ConfigError
 from kvwatch.exporters.prometheus.settings import MAX_NAMES
-from kvwatch.observatory.settings import ObservatorySettings
 from kvwatch_engine.contracts.adapter import check_adapter_name
 from kvwatch_engine.contracts.errors import AdapterError
+from kvwatch_engine.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from kvwatch_engine.model.adapters import AdapterStore
@@ -18,41 +18,15 @@ if TYPE_CHECKING:
 Loras = tuple[tuple[str, Path], ...]
 """Names and folders of adapters."""
 
-S = TypeVar("S", bound=ObservatorySettings)
 
-
-class LoraFlags(Protocol):
-    """The settings of `serve` that concern adapters."""
-
-    @property
-    def lora(self) -> tuple[str, ...]:
-        """Adapters that are served from the start on, as NAME=DIR."""
-        ...
-
-    @property
-    def lora_dir(self) -> str | None:
-        """Folder beneath which adapters may be loaded while the server runs."""
-        ...
-
-    @property
-    def max_loras(self) -> int:
-        """Most adapters in memory."""
-        ...
-
-    @property
-    def max_lora_rank(self) -> int:
-        """Highest rank of an adapter."""
-        ...
-
-
-def lora_settings(flags: LoraFlags) -> Loras:
+def lora_settings(settings: ServeSettings) -> Loras:
     """Read the adapters that are served from the start on, before a model is loaded for them.
 
     Raises:
         ConfigError: one is malformed or named twice, there are too many, or a folder is not there.
     """
     found: dict[str, Path] = {}
-    for text in flags.lora:
+    for text in settings.lora:
         name, equals, folder = text.partition("=")
         if not equals or not folder:
             raise ConfigError(f"--lora {text!r} is not NAME=DIR; name the adapter and its folder")
@@ -63,27 +37,27 @@ def lora_settings(flags: LoraFlags) -> Loras:
         if name in found:
             raise ConfigError(f"--lora: {name!r} is given twice; choose another name for one of the folders")
         found[name] = _folder(folder, "--lora")
-    if len(found) > flags.max_loras:
-        raise ConfigError(f"--lora: {len(found)} adapters, but --max-loras is {flags.max_loras}; raise it")
-    if flags.lora_dir is not None:
-        _folder(flags.lora_dir, "--lora-dir")
+    if len(found) > settings.max_loras:
+        raise ConfigError(f"--lora: {len(found)} adapters, but --max-loras is {settings.max_loras}; raise it")
+    if settings.lora_dir is not None:
+        _folder(settings.lora_dir, "--lora-dir")
     return tuple(found.items())
 
 
-def allowing_series(settings: S, loras: Loras) -> S:
+def allowing_series(settings: ServeSettings, loras: Loras) -> ServeSettings:
     """Return settings by which these adapters have series of their own, as far as there is room for more names."""
     names = [name.strip() for name in (settings.metrics_loras or "").split(",") if name.strip()]
     more = [name for name, _ in loras if name not in names][: max(0, MAX_NAMES - len(names))]
     return msgspec.structs.replace(settings, metrics_loras=",".join(names + more)) if more else settings
 
 
-def adapter_options(flags: LoraFlags, loras: Loras, store: "AdapterStore") -> "AdapterOptions":
+def adapter_options(settings: ServeSettings, loras: Loras, store: "AdapterStore") -> "AdapterOptions":
     """Return what the server may load into a model's store, whose limit is set here."""
     from kvwatch_engine.server.adapters import AdapterOptions
 
-    store.max_rank = flags.max_lora_rank
-    folder = None if flags.lora_dir is None else _folder(flags.lora_dir, "--lora-dir")
-    return AdapterOptions(memory=store, max_adapters=flags.max_loras, at_start=loras, folder=folder)
+    store.max_rank = settings.max_lora_rank
+    folder = None if settings.lora_dir is None else _folder(settings.lora_dir, "--lora-dir")
+    return AdapterOptions(memory=store, max_adapters=settings.max_loras, at_start=loras, folder=folder)
 
 
 def _folder(text: str, flag: str) -> Path:

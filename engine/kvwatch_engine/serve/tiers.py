@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvwatch.config import parse_bytes
 from kvwatch.errors import ConfigError
@@ -16,51 +16,13 @@ from kvwatch_engine.memory.sizing import free_memory_bytes
 from kvwatch_engine.memory.tiers.block_file import StoreIdentity
 from kvwatch_engine.memory.tiers.file_system import FileSystem, folder_error
 from kvwatch_engine.memory.tiers.tiers import Machine, MemoryTiers, TierSettings
+from kvwatch_engine.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from kvwatch_engine.model.runner import ModelRunner
 
 
-class TierFlags(Protocol):
-    """The settings of `serve` that concern tiers."""
-
-    @property
-    def host_memory(self) -> str | None:
-        """Size of the host tier."""
-        ...
-
-    @property
-    def disk_dir(self) -> str | None:
-        """Folder of the disk tier."""
-        ...
-
-    @property
-    def disk_bytes(self) -> str | None:
-        """Size of the disk tier."""
-        ...
-
-    @property
-    def swap_bandwidth(self) -> str | None:
-        """Limit of the link to the device, per second."""
-        ...
-
-    @property
-    def transfer_seconds(self) -> float:
-        """Longest time of a transfer."""
-        ...
-
-    @property
-    def strict_prefix_cache(self) -> bool:
-        """Whether token ids are compared on a hit."""
-        ...
-
-    @property
-    def preemption_mode(self) -> str:
-        """What becomes of K/V whose blocks are taken."""
-        ...
-
-
-def tier_settings(flags: TierFlags) -> TierSettings:
+def tier_settings(flags: ServeSettings) -> TierSettings:
     """Read the settings of the tiers, before a model is loaded for them.
 
     Raises:

@@ -1,37 +1,14 @@
 """Reads what was set about images in prompts: part of the composition root of `kvwatch serve`."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvwatch.config import parse_bytes
+from kvwatch_engine.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from kvwatch_engine.model.loader import LoadedModel
     from kvwatch_engine.server import ServerSettings
-
-
-class ImageFlags(Protocol):
-    """The settings of `serve` that concern images."""
-
-    @property
-    def max_images(self) -> int:
-        """Most images of one request."""
-        ...
-
-    @property
-    def max_image_bytes(self) -> str:
-        """Most bytes of all images of one request."""
-        ...
-
-    @property
-    def max_image_pixels(self) -> int:
-        """Most pixels of one image."""
-        ...
-
-    @property
-    def image_cache(self) -> str:
-        """Most memory of encoded images that are kept."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +35,15 @@ class ImageSettings:
             model.images.max_cache_bytes = self.cache_bytes
 
 
-def image_settings(flags: ImageFlags) -> ImageSettings:
+def image_settings(settings: ServeSettings) -> ImageSettings:
     """Read the settings, before a model is loaded for them.
 
     Raises:
         ConfigError: a size is none.
     """
     return ImageSettings(
-        max_images=flags.max_images,
-        max_bytes=parse_bytes(flags.max_image_bytes, "--max-image-bytes"),
-        max_pixels=flags.max_image_pixels,
-        cache_bytes=parse_bytes(flags.image_cache, "--image-cache"),
+        max_images=settings.max_images,
+        max_bytes=parse_bytes(settings.max_image_bytes, "--max-image-bytes"),
+        max_pixels=settings.max_image_pixels,
+        cache_bytes=parse_bytes(settings.image_cache, "--image-cache"),
     )
