@@ -198,6 +198,7 @@ class DictTiers:
 
     def clear(self) -> dict[str, int]:
         num_cleared = len(self.prefixes)
+        self._forgotten |= self.prefixes  # what is claimed or on its way still arrives
         self.prefixes.clear()
         return {"host": num_cleared}
 
