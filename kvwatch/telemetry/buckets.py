@@ -20,6 +20,8 @@ REQUEST_SECONDS = (
 STEP_SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10,
 )  # fmt: skip
+PREEMPTION_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+"""Finer than those of requests at the low end, since computing again often takes some hundredths of a second."""
 REBUILD_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60)
 TRANSFER_SECONDS = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10, 60)
 """Few, since there are four directions: they would be a tenth of the page of an engine that has no tiers."""

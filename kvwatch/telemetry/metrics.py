@@ -9,6 +9,7 @@ from kvwatch.telemetry.buckets import (
     BLOCKS,
     GHOST_BLOCKS,
     ITL_SECONDS,
+    PREEMPTION_SECONDS,
     REBUILD_SECONDS,
     REQUEST_SECONDS,
     RESIDENCY_SECONDS,
@@ -208,12 +209,12 @@ PREEMPTIONS = _counter(
     moves="When a running request needs a block and none is free.", action="Sustained: raise the watermark or the pool. memory: lower max-batch-tokens.",
 )  # fmt: skip
 PREEMPTION_AWAY = _histogram(
-    "preemption_away_seconds", "Time from a preemption to the resumption.", "seconds", REQUEST_SECONDS, ("mode",),
+    "preemption_away_seconds", "Time from a preemption to the resumption.", "seconds", PREEMPTION_SECONDS, ("mode",),
     moves="When a preempted request resumes.", action="What users feel as a stall in the middle of an answer.",
 )  # fmt: skip
 RECOMPUTE_SECONDS = _histogram(
     "recompute_seconds", "Time from a resumption until all tokens that the preemption had dropped are there again.",
-    "seconds", REQUEST_SECONDS, moves="Once for each resumption, unless the request ends before.",
+    "seconds", PREEMPTION_SECONDS, moves="Once for each resumption, unless the request ends before.",
     action="Comes on top of preemption_away_seconds: long with long contexts; more memory or fewer sequences help.",
 )  # fmt: skip
 RECOMPUTED_TOKENS = _counter(

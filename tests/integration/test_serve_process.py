@@ -94,6 +94,21 @@ def test_a_chat_request_is_answered_and_every_block_is_accounted_for(server: Ser
     assert cached > 0
 
 
+def test_the_page_of_a_server_with_default_settings_has_at_most_750_series(folder: Path, tmp_path: Path) -> None:
+    """What is added to the engine's own metrics counts too: settings and their drift, listeners, the recorder."""
+    with serve_process(folder, "--served-model-name", MODEL, "--flight-dir", str(tmp_path)) as server:
+        chat(server, "what is a block?", max_tokens=2)
+        page = server.metrics()
+
+    come_later = {
+        "kvwatch_kv_free_blocks_min",
+        "kvwatch_kv_usage_ratio_max",
+        "kvwatch_oldest_waiting_timestamp_seconds",
+    }
+    assert len(page) > 400
+    assert len([series for series in page if series.partition("{")[0] not in come_later]) + len(come_later) <= 750
+
+
 def test_the_api_port_shows_the_same_metrics_and_health(server: ServerProcess) -> None:
     root = server.api.removesuffix("/v1")
     assert httpx.get(f"{root}/health").status_code == 200
