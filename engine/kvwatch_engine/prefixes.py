@@ -132,7 +132,7 @@ class PrefixDesk:
         core = self._core
         if len(core.pins) and not unpin:
             raise ChangeRefused(
-                f"{len(core.pins)} prefixes are pinned and would be lost; unpin them, or say that all pins are to end"
+                f"{len(core.pins)} prefixes are pinned and would be lost; unpin them, or set `unpin` to end all"
             )
         num_unpinned = core.end_pins("reset", actor, reason)
         time_ns = core.log.clock.monotonic_ns()
@@ -222,5 +222,5 @@ def _told(pin: Pin) -> PinnedPrefix:
         num_blocks=len(pin.hashes),
         actor=pin.actor,
         reason=pin.reason,
-        pinned_ns=pin.pinned_ns,
+        pinned_unix_ns=pin.pinned_unix_ns,
     )

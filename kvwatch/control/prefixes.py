@@ -28,8 +28,8 @@ class PinnedPrefix(msgspec.Struct, frozen=True, kw_only=True):
     """Who pinned it."""
     reason: str
     """Why, in the words of whoever asked."""
-    pinned_ns: int
-    """Monotonic time at which it was pinned."""
+    pinned_unix_ns: int
+    """Unix time at which it was pinned."""
 
 
 class PrefixReset(msgspec.Struct, frozen=True, kw_only=True):

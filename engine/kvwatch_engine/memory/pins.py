@@ -26,7 +26,7 @@ class Pin:
     num_tokens: int
     actor: str
     reason: str
-    pinned_ns: int
+    pinned_unix_ns: int
 
 
 class PrefixPins:
@@ -57,7 +57,7 @@ class PrefixPins:
     def add(self, hashes: Sequence[BlockHash], num_tokens: int, actor: str, reason: str) -> Pin:
         """Pin content, all of which is here."""
         name = f"pin-{secrets.token_hex(6)}"
-        pin = Pin(name, tuple(hashes), num_tokens, actor, reason, self._log.clock.monotonic_ns())
+        pin = Pin(name, tuple(hashes), num_tokens, actor, reason, self._log.clock.wall_ns())
         self._pool.pin(pin.hashes)
         self._pins[name] = pin
         if self._log.active:
