@@ -1,6 +1,7 @@
 """The command `kvwatch`. Finds its commands through the entry-point group `kvwatch.commands`; knows no engine."""
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -140,7 +141,11 @@ def _not_understood(word: str, parser: argparse.ArgumentParser) -> ConfigError:
     if not word.startswith("--"):
         return ConfigError(f"argument {word!r} is not expected; see {parser.prog} --help")
     flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-    return unknown_name(word.split("=", 1)[0], flags, f"{parser.prog}: flag")
+    name = word.split("=", 1)[0]
+    # Without the dashes, which all have in common: else everything short looks like --help.
+    near = difflib.get_close_matches(name[2:], [flag[2:] for flag in flags], n=1, cutoff=0.5)
+    remedy = f"did you mean --{near[0]}?" if near else f"see {parser.prog} --help"
+    return ConfigError(f"{parser.prog}: flag {name} is unknown; {remedy}")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

@@ -31,21 +31,17 @@ class AdminCommand:
         from kvwatch.admin.operations import OPERATIONS
         from kvwatch.admin.verbs import verbs
 
-        parser.add_argument("--url", default=DEFAULT_URL, help="the server's admin listener (default: %(default)s)")
-        parser.add_argument(
-            "--token-file", metavar="FILE", default=os.environ.get(TOKEN_VARIABLE),
-            help=f"file with a token, or with the server's tokens (default: {TOKEN_VARIABLE})",
+        _add_options(parser)
+        parser.set_defaults(
+            url=DEFAULT_URL, token_file=os.environ.get(TOKEN_VARIABLE), token_name=None, field=None
         )  # fmt: skip
-        parser.add_argument(
-            "--as", dest="token_name", metavar="NAME", help="which of the tokens; default: the first that may operate"
-        )
-        parser.add_argument("--field", metavar="NAME", help="print one field of the answer; text without quotes")
         children = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
         for name, verb in verbs(OPERATIONS).items():
             brief = verb.operation.brief.replace("%", "%%")
             child = children.add_parser(name, help=brief, description=brief, allow_abbrev=False)
             child.set_defaults(verb=verb, parser=child)
             verb.add_arguments(child)
+            _add_options(child)
 
     def run(self, args: argparse.Namespace) -> int:
         """Ask, print the answer, and return 0; 1 when the server refuses.
@@ -74,6 +70,22 @@ class AdminCommand:
 
 
 COMMAND = AdminCommand()
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what every verb takes, in front of it or behind it: what is not given there leaves the other in force."""
+    add = parser.add_argument
+    unset = argparse.SUPPRESS
+    add("--url", default=unset, help=f"the server's admin listener (default: {DEFAULT_URL})")
+    add(
+        "--token-file", metavar="FILE", default=unset,
+        help=f"file with a token, or with the server's tokens (default: {TOKEN_VARIABLE})",
+    )  # fmt: skip
+    add(
+        "--as", dest="token_name", metavar="NAME", default=unset,
+        help="which of the tokens; default: the first that may operate",
+    )  # fmt: skip
+    add("--field", metavar="NAME", default=unset, help="print one field of the answer; text without quotes")
 
 
 def find_token(path: str, name: str | None) -> str:
@@ -127,7 +139,8 @@ def _refused(answer: "httpx.Response") -> int:
         detail = msgspec.json.decode(answer.content, type=dict[str, object])["detail"]
     except (msgspec.MsgspecError, KeyError):
         detail = answer.text[:200]
-    sys.stderr.write(f"kvwatch: {answer.status_code}: {' '.join(str(detail).split())}\n")
+    hint = " (here: --token-file FILE)" if answer.status_code == 401 else ""
+    sys.stderr.write(f"kvwatch: {answer.status_code}: {' '.join(str(detail).split())}{hint}\n")
     return EXIT_REFUSED
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 import msgspec
-from msgspec import NODEFAULT, inspect
+from msgspec import inspect
 
 from kvwatch.admin.operation import Operation
 from kvwatch.control import LIVE_SETTINGS, SettingValue
@@ -65,7 +65,7 @@ class Verb:
             if each.encode_name == CHANGES:
                 parser.add_argument(CHANGES, nargs="+", metavar="KEY=VALUE", help="settings and their new values")
             else:
-                _add_flag(parser, each, is_required=each.default is NODEFAULT)
+                _add_flag(parser, each, is_required=each.required)
         for header in self.operation.headers:
             if not header.is_required:
                 flag = "--" + header.name.lower()

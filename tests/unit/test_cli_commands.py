@@ -79,6 +79,7 @@ def test_a_command_runs_with_its_settings_and_its_status_is_returned(capsys: pyt
         (["demo", "--prot", "1"], "kvwatch: kvwatch demo: flag --prot is unknown; did you mean --port?\n"),
         (["demo", "--prot=1"], "kvwatch: kvwatch demo: flag --prot is unknown; did you mean --port?\n"),
         (["demo", "--por", "1"], "kvwatch: kvwatch demo: flag --por is unknown; did you mean --port?\n"),
+        (["demo", "--url", "x"], "kvwatch: kvwatch demo: flag --url is unknown; see kvwatch demo --help\n"),
         (["demo", "extra"], "kvwatch: argument 'extra' is not expected; see kvwatch demo --help\n"),
         (["demo", "--port"], "kvwatch: argument --port: expected one argument; see kvwatch demo --help\n"),
         (["dem"], "kvwatch: command dem is unknown; did you mean demo?\n"),

@@ -68,6 +68,29 @@ def test_a_refusal_is_one_line(stage: AdminStage, tmp_path: Path, capsys: pytest
     assert "needs the role operate" in capsys.readouterr().err
 
 
+def test_options_may_stand_behind_the_verb_and_a_missing_token_is_named(
+    stage: AdminStage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    COMMAND.add_arguments(parser)
+
+    assert COMMAND.run(parser.parse_args(["admission", "--url", stage.url, "--field", "admission"])) == 0
+    assert '"is_paused": false' in capsys.readouterr().out
+    assert COMMAND.run(parser.parse_args(["--url", stage.url, "resume-admission", "--reason", "x"])) == 1
+    assert "--token-file FILE" in capsys.readouterr().err
+    assert admin(stage, tmp_path, "resume-admission", "--reason", "x", "--as", "read") == 1
+    assert "needs the role operate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [["--text", "abc"], ["--token-ids", "1,2"], ["--request", "nobody"]])
+def test_a_prefix_is_pinned_by_any_of_its_three_names(
+    stage: AdminStage, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: list[str]
+) -> None:
+    """The flags of the other two are not needed; here the server refuses each for a reason of its own."""
+    assert admin(stage, tmp_path, "pin-prefix", *name, "--reason", "x") == 1
+    assert "exactly one of" not in capsys.readouterr().err
+
+
 def test_nobody_there_is_said() -> None:
     parser = argparse.ArgumentParser()
     COMMAND.add_arguments(parser)
