@@ -64,6 +64,11 @@ class Columns:
         """Blocks that are pinned and not used: cached, and not free."""
 
 
+_REASONS_OF_LIVE_TABLES = ("window", "truncated")
+"""A sequence may have tables that transfers still hold, before the one that it has now; of these the oldest is released
+first, and whole. For these reasons blocks leave the one that it has now."""
+
+
 class GroupPool:
     """Blocks of one group in one tier. Observatory thread only.
 
@@ -281,6 +286,8 @@ class GroupPool:
         block_ids = event.block_ids
         if table[: -len(block_ids) - 1 : -1] == block_ids:  # the tail, last block first: nearly always
             del table[len(table) - len(block_ids) :]
+        elif (start := _start_of(table, block_ids[::-1], is_last=event.reason in _REASONS_OF_LIVE_TABLES)) is not None:
+            del table[start : start + len(block_ids)]
         else:
             for block in block_ids:
                 position = _last_index(table, block)
@@ -295,6 +302,15 @@ class GroupPool:
         del self.tables[request][sequence]
         if not self.tables[request]:
             del self.tables[request]
+
+
+def _start_of(table: list[int], run: list[int], *, is_last: bool) -> int | None:
+    """Return where a run of blocks begins in a table: its last or first place; None if it is not there."""
+    places = range(len(table) - len(run) + 1)
+    for start in reversed(places) if is_last else places:
+        if table[start : start + len(run)] == run:
+            return start
+    return None
 
 
 def _last_index(table: list[int], block: int) -> int | None:

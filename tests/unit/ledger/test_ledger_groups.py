@@ -114,3 +114,22 @@ def test_a_sliding_group_tells_what_left_its_window_and_a_late_reader_sees_the_s
     run_until_idle(core)
     early.catch_up()
     assert early.ledger.differences(core.snapshot()) == []
+
+
+def test_the_oldest_of_a_sequences_tables_is_given_back_first_and_whole() -> None:
+    """Two tables of one sequence are still held by transfers, and the one that it has now has blocks of both."""
+    first, second, now = [5, 1, 2], [5, 3, 1, 2], [5, 3, 1, 2, 4]
+    ledger = loaded(groups=[GroupState("0", 2)])
+    ledger.apply(ev.BlocksAllocated("a", 0, first, "prefill"))
+    ledger.apply(ev.BlocksReused("a", 0, second[:1], []))
+    ledger.apply(ev.BlocksAllocated("a", 0, second[1:2], "prefill"))
+    ledger.apply(ev.BlocksReused("a", 0, second[2:], []))
+    ledger.apply(ev.BlocksReused("a", 0, now[:4], []))
+    ledger.apply(ev.BlocksAllocated("a", 0, now[4:], "decode"))
+
+    ledger.apply(ev.BlocksReleased("a", 0, first[::-1], "preempted"))
+    assert ledger.pool("device").tables == {("a", 0): second + now}
+    ledger.apply(ev.BlocksReleased("a", 0, [3, 5], "window"))
+    assert ledger.pool("device").tables == {("a", 0): [*second, 1, 2, 4]}
+    ledger.apply(ev.BlocksReleased("a", 0, second[::-1], "preempted"))
+    assert ledger.pool("device").tables == {("a", 0): [1, 2, 4]}
