@@ -1,5 +1,9 @@
 """A real model goes on, token for token, while its cache is laid out in blocks of other sizes."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -65,6 +69,37 @@ def test_texts_are_the_same_while_the_block_size_changes(model: LoadedModel, kv_
     assert isinstance(runner, ModelRunner)
     assert runner.kv_cache.spec.block_size == core.settings.block_size
     assert runner.kv_cache.num_blocks == core.settings.num_blocks == core.manager.pool.num_blocks
+
+
+_NUM_COMPILED = """
+import sys
+from kvwatch_engine.memory.kv_cache import KVCache
+from kvwatch_engine.model.loader import load_model
+from kvwatch_engine.model.runner import ModelRunner
+from kvwatch_kernels.cpu import compiled
+
+model = load_model(sys.argv[1], dtype="float32")
+runner = ModelRunner(model, KVCache(model.cache_spec(8), 16))
+for step in (lambda: runner.warm_up(8), lambda: runner.warm_up(8, ["int8"]),
+             lambda: runner.replace(runner.layout(8, "int8"), 16)):
+    before = len(compiled._KEPT)
+    step()
+    print(len(compiled._KEPT) - before)
+"""
+
+
+def test_no_kernel_is_compiled_during_a_rebuild_for_whose_type_the_runner_was_warmed_up(tmp_path: Path) -> None:
+    """In a process of its own: what another test has compiled already would not be counted."""
+    folder = make_tiny_model("qwen3", tmp_path)
+
+    done = subprocess.run(
+        [sys.executable, "-c", _NUM_COMPILED, str(folder)], capture_output=True, text=True, check=True
+    )
+
+    at_start, for_int8, in_the_rebuild = map(int, done.stdout.split())
+    assert at_start > 0
+    assert for_int8 > 0
+    assert in_the_rebuild == 0
 
 
 def test_a_cache_of_another_type_serves_on_and_back_again(model: LoadedModel) -> None:

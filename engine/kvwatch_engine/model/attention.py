@@ -5,6 +5,7 @@ from typing import Self
 
 import torch
 
+from kvwatch_engine.contracts.cache import KVCacheSpec
 from kvwatch_engine.contracts.step import GroupBlocks, Int32Array, StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.kv_groups import ONE_GROUP, LayerPlaces
@@ -125,9 +126,8 @@ class StepAttention:
         )
 
 
-def warm_up_attention(cache: KVCache, num_heads: int, dtype: torch.dtype) -> None:
-    """Compile the kernels for this cache and for computing in `dtype`, so that no request waits for a compiler."""
-    spec = cache.spec
+def warm_up_attention(spec: KVCacheSpec, num_heads: int, dtype: torch.dtype) -> None:
+    """Compile the kernels for such a cache and for computing in `dtype`, so that no request waits for a compiler."""
     warm_up(
         dtype,
         num_heads,

@@ -1,6 +1,7 @@
 """Runs one step: block copies, forward pass, sampling."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -123,8 +124,11 @@ class ModelRunner:
     def _warm_up_layout(self, cache: KVCache) -> None:
         """Compile the kernels for a layout, if they are not, before a step needs them."""
         if cache.device.type == "cpu":
-            info = self._model.info
-            warm_up_attention(cache, info.num_heads, getattr(torch, info.dtype))
+            self._warm_up_spec(cache.spec)
+
+    def _warm_up_spec(self, spec: KVCacheSpec) -> None:
+        info = self._model.info
+        warm_up_attention(spec, info.num_heads, getattr(torch, info.dtype))
 
     def execute(self, step: StepInput) -> StepResult:
         """Carry out a step and choose its tokens.
@@ -148,20 +152,25 @@ class ModelRunner:
             candidates=samples.candidates,
         )
 
-    def warm_up(self, max_tokens: int) -> None:
+    def warm_up(self, max_tokens: int, kv_dtypes: Iterable[KVDtype] = ()) -> None:
         """Do once what would make the first requests slow: compile kernels, prepare products, capture graphs.
 
         Nothing is written to the cache, whose memory is claimed block by block as it is used.
 
         Args:
             max_tokens: most tokens of one step.
+            kv_dtypes: types that the cache may get later. On a CPU their kernels are compiled now, which takes seconds
+                each the first time on a machine: no step could run meanwhile.
         """
         info = self._model.info
         if self._device is not None:
             self._captured_tokens = max_tokens
             self._device.capture(max_tokens)
             return
-        warm_up_attention(self._kv_cache, info.num_heads, getattr(torch, info.dtype))
+        spec = self._kv_cache.spec
+        self._warm_up_spec(spec)
+        for kv_dtype in kv_dtypes:
+            self._warm_up_spec(self._model.cache_spec(spec.block_size, kv_dtype))
         for num_tokens in sorted({min(size, max_tokens) for size in _WARM_UP_TOKENS}):
             self._forward(idle_step(num_tokens, len(info.groups)), np.arange(num_tokens, dtype=np.int64))
 

@@ -5,14 +5,14 @@ Torch and transformers are imported when something is made, not before.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import structlog
 
 from kvwatch.config import parse_bytes
 from kvwatch.errors import ConfigError
 from kvwatch.telemetry.log import EventLog
-from kvwatch_engine.contracts.cache import KVCacheSpec, KVGroup
+from kvwatch_engine.contracts.cache import KVCacheSpec, KVDtype, KVGroup
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.engine import Engine
@@ -91,7 +91,7 @@ def build_runner(
     groups = served_groups(tiers, model.info)
     engine_settings = make_engine_settings(settings, model.info, spec, groups, free_bytes(model.device))
     runner = ModelRunner(model, KVCache(spec, engine_settings.num_blocks, model.device))
-    runner.warm_up(engine_settings.max_batch_tokens)
+    runner.warm_up(engine_settings.max_batch_tokens, get_args(KVDtype) if settings.allow_rebuild else ())
     return runner, engine_settings
 
 
