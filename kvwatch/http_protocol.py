@@ -7,6 +7,7 @@ allowed, each with half a request, shut everybody else out.
 import asyncio
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 EXCHANGE_SECONDS = 20.0
@@ -64,10 +65,11 @@ class BoundedProtocol(H11Protocol):
         self._look_later()
 
     def _is_idle(self) -> bool:
-        """Whether an answer was given and read, and no part of a further request has come."""
+        """Whether an answer was given and read, and no part of a further request has come, nor of a body is to come."""
         cycle: RequestResponseCycle | None = self.cycle  # uvicorn sets it with the first request
         is_answered = cycle is not None and cycle.response_complete
-        return is_answered and not self.conn.trailing_data[0] and self.transport.get_write_buffer_size() == 0
+        is_whole = self.conn.their_state is not h11.SEND_BODY and not self.conn.trailing_data[0]
+        return is_answered and is_whole and self.transport.get_write_buffer_size() == 0
 
 
 class BoundedRequestProtocol(BoundedProtocol):
@@ -80,11 +82,30 @@ class BoundedRequestProtocol(BoundedProtocol):
 
     def _is_idle(self) -> bool:
         cycle: RequestResponseCycle | None = self.cycle
-        is_answering = cycle is not None and not cycle.response_complete
+        # One that was given up has an answer without an end: closing waits for a reader who may never read.
+        is_answering = cycle is not None and not cycle.response_complete and not self.transport.is_closing()
         return is_answering or super()._is_idle()
 
 
 class BoundedStreamProtocol(BoundedRequestProtocol):
-    """The same, with a limit of connections: for a listener that few people speak to."""
+    """The same, with a limit of connections, and who takes nothing of an answer for so long is hung up on.
+
+    For a listener that few people speak to.
+    """
 
     has_limit = True
+    _is_paused = False
+    """Whether more is to be sent than the reader takes."""
+
+    def pause_writing(self) -> None:
+        """Begin to wait for the reader."""
+        self._is_paused, self._busy_since = True, self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Go on: the reader has taken something."""
+        self._is_paused = False
+        super().resume_writing()
+
+    def _is_idle(self) -> bool:
+        return not self._is_paused and super()._is_idle()

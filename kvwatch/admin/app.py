@@ -5,6 +5,7 @@
 What is wrong ends as `application/problem+json`. Knows no operation by name.
 """
 
+import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from kvwatch.admin.site import Site
 from kvwatch.errors import ChangeRefused, ControlError
 
 MAX_BODY_BYTES = 256 * 1024
+BODY_SECONDS = 20.0
+"""Time in which a body must have come."""
 MAX_QUERY_BYTES = 8 * 1024
 MAX_HEADER_BYTES = 16 * 1024
 JSON_TYPE = "application/json"
@@ -152,6 +155,14 @@ async def _content(operation: Operation, request: Request) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != JSON_TYPE:
         raise Problem(problems.NOT_JSON, f"Content-Type is {media_type!r}; send {JSON_TYPE}")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _collect(request)
+    except TimeoutError as error:
+        raise Problem(problems.SLOW_BODY, f"the body did not come within {BODY_SECONDS:g} s; send it again") from error
+
+
+async def _collect(request: Request) -> bytes:
     content = bytearray()
     async for chunk in request.stream():
         content += chunk

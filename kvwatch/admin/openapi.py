@@ -20,7 +20,7 @@ _EVERYWHERE = (
     problems.MALFORMED, problems.UNAUTHENTICATED, problems.FOREIGN_HOST, problems.FOREIGN_ORIGIN, problems.INVALID,
     problems.TOO_MANY, problems.LONG_HEADERS, problems.DEFECT,
 )  # fmt: skip
-_WITH_BODY = (problems.TOO_LARGE, problems.NOT_JSON)
+_WITH_BODY = (problems.SLOW_BODY, problems.TOO_LARGE, problems.NOT_JSON)
 _WITH_ENGINE = (
     problems.NOT_FOUND,
     problems.SEVERAL_ENGINES,

@@ -28,6 +28,7 @@ FOREIGN_HOST = ProblemKind("foreign-host", 403, "The request does not address th
 FOREIGN_ORIGIN = ProblemKind("foreign-origin", 403, "Pages of other origins may not call this server.")
 NOT_FOUND = ProblemKind("not-found", 404, "There is no such thing.")
 METHOD_NOT_ALLOWED = ProblemKind("method-not-allowed", 405, "The path does not know this method.")
+SLOW_BODY = ProblemKind("slow-body", 408, "The body did not come in time.")
 CONFLICT = ProblemKind("conflict", 409, "It cannot be as asked; nothing was changed.")
 SEVERAL_ENGINES = ProblemKind("several-engines", 409, "Several engines are watched; name one.")
 STALE = ProblemKind("stale", 412, "What was read has changed since.")
