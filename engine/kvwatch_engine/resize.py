@@ -81,6 +81,7 @@ class PoolResizer:
             raise ChangeRefused(f"blocks of {num_holds} sequences are on their way; ask again soon", is_passing=True)
         check_limits(wanted)
         check_worst_cases(wanted, live)
+        self._check_memory(wanted)
 
     def report_refusal(self, num_blocks: int, settings: EngineSettings, reason: str, error: str) -> None:
         """Tell that a size was asked for and refused."""
@@ -133,6 +134,17 @@ class PoolResizer:
                 f"block; ask for at least {num_held + 1}, or wait until some have ended"
             )
         return plan
+
+    def _check_memory(self, wanted: EngineSettings) -> None:
+        """Refuse a larger pool than there is memory for: some is only taken when it is used, which is too late."""
+        num_blocks, now = wanted.num_blocks, self._manager.pool.num_blocks
+        block_bytes = self._memory.layout(wanted.block_size, wanted.kv_dtype).block_bytes
+        room = self._memory.free_bytes() + now * block_bytes
+        if num_blocks > now and num_blocks * block_bytes > room:
+            raise ChangeRefused(
+                f"a pool of {num_blocks} blocks of {block_bytes} bytes takes {num_blocks * block_bytes} bytes, but "
+                f"{room} are there, that of the present pool included; ask for at most {max(now, room // block_bytes)}"
+            )
 
     def _report(self, event: PoolRebuilt) -> None:
         if self._log.active:

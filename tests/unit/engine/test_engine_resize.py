@@ -114,6 +114,23 @@ def test_the_scheduler_keeps_to_the_new_watermark() -> None:
     assert (second.state, second.wait_reason) == (RequestState.WAITING, WaitReason.BLOCKS)
 
 
+def test_a_pool_that_memory_has_no_room_for_is_refused() -> None:
+    """Memory is had when it is used: the process would be killed hours later, when the pool fills."""
+    model = NullModel()
+    model.spare_bytes = 10 * model.slot_bytes * 4
+    core = loaded_core(model)
+
+    with pytest.raises(
+        ChangeRefused, match=r"a pool of 52 blocks of 64 bytes takes 3328 bytes, but 3264 are there.*51"
+    ):
+        resize(core, 52)
+
+    resize(core, 51)
+    model.spare_bytes = 0
+    resize(core, 45)
+    run(core)
+
+
 class BrokenMemory(NullModel):
     def rebuild(self, num_blocks: int, sources: Int64Array, destinations: Int64Array) -> None:  # noqa: ARG002
         raise MemoryError("there is none")
