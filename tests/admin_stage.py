@@ -22,6 +22,7 @@ from kvwatch_engine.contracts.request import SequenceOutput
 from kvwatch_engine.contracts.step import Int64Array
 from kvwatch_engine.engine import Engine
 from kvwatch_engine.live import LiveEngine
+from kvwatch_engine.live.changer import RebuildLimits
 
 STEP_SECONDS = 0.005
 """What a step takes, so that requests are there while they are looked at."""
@@ -61,9 +62,16 @@ class AdminStage:
     """A running admin listener and what is behind it."""
 
     def __init__(
-        self, engine: Engine, log: EventLog, part: AdminPart, observatory: Observatory, stream: StreamServer
+        self,
+        engine: Engine,
+        model: NullModel,
+        log: EventLog,
+        part: AdminPart,
+        observatory: Observatory,
+        stream: StreamServer,
     ) -> None:
         self.engine = engine
+        self.model = model
         self.log = log
         self.part = part
         self.observatory = observatory
@@ -104,6 +112,7 @@ def admin_stage(
     options: Mapping[str, object] | None = None,
     declared: tuple[DeclaredSetting, ...] = (),
     stream_token_file: str | None = None,
+    rebuilds: RebuildLimits | None = None,
     **engine_settings: object,
 ) -> Iterator[AdminStage]:
     """Run an engine of arithmetic with an admin listener; `options` are those of the listener."""
@@ -123,7 +132,7 @@ def admin_stage(
     model.block_size = settings.block_size
     model.on_step = lambda _: time.sleep(STEP_SECONDS)
     engine = Engine(settings, model, log, _ignore, memory=model)
-    control = LiveEngine(engine)
+    control = LiveEngine(engine, rebuilds)
     control.attach("log_level", LogLevel())
     identity = EngineIdentity("chat", 0, "tiny")
     engines = AdminEngines()
@@ -148,7 +157,7 @@ def admin_stage(
     observatory.start()
     try:
         assert stream.is_serving.wait(60)
-        yield AdminStage(engine, log, part, observatory, stream)
+        yield AdminStage(engine, model, log, part, observatory, stream)
     finally:
         engine.stop()
         observatory.stop()

@@ -9,7 +9,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import structlog
@@ -195,25 +195,48 @@ class ChangeDesk:
     ) -> AuditEntry:
         message = ""
         is_declared = False
+        changed = {str(each.key): each.new for each in outcome.changes}
         if prepared is not None:
             try:
                 await off_loop(prepared.commit)
-                await off_loop(lambda: live.declare(list(wanted.changes), actor=entry.actor, reason=entry.reason))
+                keys = [*wanted.changes, *(key for key in changed if _is_nobodys(engine, key))]
+                await off_loop(lambda: live.declare(keys, actor=entry.actor, reason=entry.reason))
                 is_declared, message = True, "written to the configuration file"
             except (OSError, ControlError) as error:
                 message = f"it is live, but could not be declared: {error}"
-        leases = {} if is_declared else dict(wanted.changes)
-        for key in wanted.changes:
-            self._desks[engine.name, engine.dp_rank].leases.pop(key, None)
-        state = await off_loop(live.settings)
-        has_drifted = {str(each.key) for each in state.settings if each.has_drifted}
-        kept = {key: value for key, value in leases.items() if key in has_drifted}
-        expires_at = self._lease(engine, kept, wanted.expires_in, entry.id) if kept else None
+        expires_at = await self._renew_leases(engine, live, wanted, changed, entry.id, is_declared=is_declared)
         return self._trail.end(
             msgspec.structs.replace(
                 entry, outcome="done", changes=list(outcome.changes), expires_at=expires_at, message=message
             )
         )
+
+    async def _renew_leases(
+        self,
+        engine: AdminEngine,
+        live: LiveControl,
+        wanted: WantedChange,
+        changed: Mapping[str, SettingValue],
+        audit: int,
+        *,
+        is_declared: bool,
+    ) -> str | None:
+        """Let what is live and not declared have an end; return when what was asked for ends."""
+        leases = self._desks[engine.name, engine.dp_rank].leases
+        for key in wanted.changes:
+            leases.pop(key, None)
+        try:
+            state = await off_loop(live.settings)
+            drifted = {str(each.key) for each in state.settings if each.has_drifted}
+        except ControlError:  # it has done it, and is busy: rather an end too many than none
+            drifted = {*changed, *(() if is_declared else wanted.changes)}
+        # Another block size brings another number of blocks: that ends too, at the end that it has already if any.
+        for key in leases.keys() & changed.keys():
+            leases[key] = replace(leases[key], value=changed[key])
+        values = {**changed, **wanted.changes}
+        kept = {key: value for key, value in values.items() if key in drifted and key not in leases}
+        expires_at = self._lease(engine, kept, wanted.expires_in, audit) if kept else None
+        return expires_at if kept.keys() & wanted.changes.keys() else None
 
     def _lease(self, engine: AdminEngine, values: Mapping[str, SettingValue], seconds: float, audit: int) -> str:
         until_ns = self._clock.monotonic_ns() + int(seconds * 1e9)
@@ -250,4 +273,10 @@ class ChangeDesk:
             id=0, time="", actor=OWN_NAME, address="", engine=engine.name, dp_rank=engine.dp_rank, action=ACTION,
             reason=reason, subject=" ".join(declared), reverts=numbers[0] if len(numbers) == 1 else None,
         )  # fmt: skip
-        await self.apply(engine, WantedChange(entry=entry, changes=declared, expires_in=3600.0))
+        # What comes to differ from its declared value by that is over as well.
+        await self.apply(engine, WantedChange(entry=entry, changes=declared, expires_in=0.0))
+
+
+def _is_nobodys(engine: AdminEngine, key: str) -> bool:
+    """Whether nobody has declared a value for a setting."""
+    return any(each.key == key and each.source == "default" for each in engine.declared)

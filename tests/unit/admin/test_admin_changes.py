@@ -1,7 +1,9 @@
 """Changes through the admin API: decided on what was read, recorded, in force at once, and over when their time is."""
 
+import contextlib
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +11,15 @@ from typing import Any
 
 import httpx
 import pytest
-from admin_stage import AdminStage, admin_stage
+from admin_stage import TOKENS, AdminStage, admin_stage
 from openai_server import wait_until
 
+from kvwatch import http_protocol
+from kvwatch.admin import app
 from kvwatch.admin.declared_file import changed_text
 from kvwatch.admin.engines import DeclaredSetting
 from kvwatch.errors import ConfigError
+from kvwatch_engine.live.changer import RebuildLimits
 
 
 @pytest.fixture
@@ -106,6 +111,63 @@ def test_a_later_change_has_its_own_time(stage: AdminStage) -> None:
         threading.Event().wait(2)
 
         assert setting(client, "max_num_seqs")["value"] == 5
+
+
+def test_what_another_block_size_brings_with_it_ends_too(tmp_path: Path) -> None:
+    """The number of blocks would have stayed what nobody declared and nobody asked for, without an end."""
+    with (
+        admin_stage(tmp_path, rebuilds=RebuildLimits(cooldown_seconds=0)) as stage,
+        stage.client("operate") as client,
+    ):
+        change(client, changes={"block_size": 8}, expires_in=5)
+        brought = setting(client, "num_blocks")
+        change(client, changes={"num_blocks": 501}, expires_in=1)
+
+        wait_until(lambda: setting(client, "block_size")["value"] == 16, 60)
+        wait_until(lambda: setting(client, "num_blocks")["value"] == 401, 60)
+
+        assert brought["value"] == 801
+        assert brought["expires_at"] is not None
+        assert client.get("/config/diff").json()["differences"] == []
+        assert setting(client, "num_blocks")["expires_at"] is None
+
+
+def test_a_change_has_an_end_also_if_the_engine_is_busy_right_after_it(tmp_path: Path) -> None:
+    with admin_stage(tmp_path) as stage, stage.client("operate") as client:
+        released = threading.Event()
+        stage.submit("long")
+        stage.wait_running(1)
+
+        def hold(_step: object) -> None:
+            if stage.engine.settings.max_num_seqs == 4:
+                released.wait(60)
+
+        stage.model.on_step = hold
+        answer = change(client, changes={"max_num_seqs": 4}, expires_in=3600)
+        released.set()
+
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["audit"]["outcome"] == "done"
+        assert setting(client, "max_num_seqs")["expires_at"] == answer.json()["audit"]["expires_at"] is not None
+
+
+def test_a_body_that_does_not_come_keeps_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(http_protocol, "EXCHANGE_SECONDS", 1.0)
+    monkeypatch.setattr(http_protocol, "LOOK_SECONDS", 0.1)
+    with admin_stage(tmp_path) as stage, socket.create_connection(("127.0.0.1", stage.port), timeout=60) as slow:
+        slow.sendall(
+            b"PATCH /admin/v1/config HTTP/1.1\r\nHost: localhost\r\nIf-Match: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\nAuthorization: Bearer " + TOKENS["operate"].encode() + b'\r\n\r\n{"changes'
+        )
+
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := slow.recv(65536):
+                received += piece
+
+        assert received.startswith(b"HTTP/1.1 408 ")
+        assert b"urn:kvwatch:problem:slow-body" in received
 
 
 def test_a_dry_run_says_what_would_happen_and_changes_nothing(stage: AdminStage) -> None:
