@@ -15,6 +15,9 @@ from kvwatch.ledger.collector import Follower
 from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.telemetry.clock import Clock
 
+UNKNOWN_SECONDS = 0.2
+"""Until it is asked again whether the engine is known."""
+
 
 class DiagnosisDesk:
     """A part of the observatory. `report` and `diagnosis` may be called from any thread.
@@ -24,6 +27,8 @@ class DiagnosisDesk:
         identity: Labels of the engine, as they are now.
         clock: The clock of its log.
         lookback: Keeps the looks.
+        is_known: Whether the engine has been read yet. No look is taken before: a metric that is absent from the first
+            one could not be compared for a minute.
     """
 
     name = "diagnosis"
@@ -35,11 +40,13 @@ class DiagnosisDesk:
         identity: Callable[[], EngineIdentity],
         clock: Clock,
         lookback: Lookback | None = None,
+        is_known: Callable[[], bool] = lambda: True,
     ) -> None:
         self._samples = samples
         self._identity = identity
         self._clock = clock
         self._lookback = lookback or Lookback()
+        self._is_known = is_known
         self._lock = threading.Lock()  # guards the looks: they are added on one thread and compared on another
 
     def open(self) -> None:
@@ -71,9 +78,12 @@ class DiagnosisDesk:
     async def run(self, stop: asyncio.Event) -> None:
         """Look again and again until `stop` is set."""
         while not stop.is_set():
-            self.look()
+            seconds = UNKNOWN_SECONDS
+            if self._is_known():
+                self.look()
+                seconds = LOOK_SECONDS
             with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), LOOK_SECONDS)
+                await asyncio.wait_for(stop.wait(), seconds)
 
     def close(self) -> None:
         """Give nothing back."""

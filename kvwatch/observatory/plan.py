@@ -158,7 +158,10 @@ class ObservatoryPlan:
         live = Live(lambda: observatory)
         recorder = self.make_recorder(self.recorder, subject, epoch, live)
         otel = self.make_otel(subject, exemplars, live)
-        desk = DiagnosisDesk(lambda: live.watched().samples(), lambda: subject.identity, subject.log.clock)
+        desk = DiagnosisDesk(
+            lambda: live.watched().samples(), lambda: subject.identity, subject.log.clock,
+            is_known=lambda: bool(observatory.view.gauges),
+        )  # fmt: skip
         admin = self._make_admin(subject, epoch, lambda: observatory.view, desk, recorder)
         stream = self._make_stream(subject, epoch, admin)
         observatory = Observatory(

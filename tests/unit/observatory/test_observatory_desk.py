@@ -81,6 +81,34 @@ def test_it_looks_as_soon_as_it_runs_and_ends_when_told() -> None:
     assert looks == 1
 
 
+def test_it_does_not_look_before_the_engine_is_known() -> None:
+    """What the first look lacked was called unknown to the source for the first minute."""
+    asked, looks = 0, 0
+
+    def is_known() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 2
+
+    def samples() -> tuple[()]:
+        nonlocal looks
+        looks += 1
+        assert asked > 2
+        return ()
+
+    async def live() -> None:
+        stop = asyncio.Event()
+        desk = DiagnosisDesk(samples, lambda: IDENTITY, FakeClock(), is_known=is_known)
+        running = asyncio.ensure_future(desk.run(stop))
+        while not looks and not running.done():
+            await asyncio.sleep(0.001)
+        stop.set()
+        await asyncio.wait_for(running, 60)
+
+    asyncio.run(live())
+    assert looks == 1
+
+
 def test_an_observatory_has_a_desk_that_looks_at_its_engine(tmp_path: Path) -> None:
     log = EventLog(4096)
     engine = NaiveEngine(log)
