@@ -120,7 +120,8 @@ def state(ledger: Ledger, header: RecordingHeader, top: int) -> dict[str, Any]:
 def state_text(ledger: Ledger, header: RecordingHeader, top: int) -> str:
     """Return the state as lines."""
     found = state(ledger, header, top)
-    lines = [f"{'state':<12}after event {found['seq']}, step {found['step']}, {found['time']}"]
+    place = f"after event {found['seq']}, step {found['step']}" if found["seq"] >= 0 else "before the first event"
+    lines = [f"{'state':<12}{place}, {found['time']}"]
     for tier, pool in found["tiers"].items():
         lines += [
             f"{tier:<12}capacity {pool['capacity']} = empty {pool['empty']} + used {pool['used']} "

@@ -62,7 +62,7 @@ class TextLines:
         rest = " ".join(
             f"{name.removesuffix('_ns')}={self._value(spec, name, getattr(event, name))}"
             for name in spec.fields
-            if name not in _COMMON and name not in _REQUEST_FIELDS and getattr(event, name) not in (None, "")
+            if name not in _COMMON and name not in _REQUEST_FIELDS and getattr(event, name) not in (None, "", [], {})
         )
         return f"{self._time(event.time_ns)} step {event.step:<7} {request:<16} {spec.name:<24} {rest}".rstrip()
 

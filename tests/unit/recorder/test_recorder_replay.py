@@ -120,6 +120,14 @@ def test_the_state_is_printed_with_its_equation(recorded: Recorded, capsys: pyte
             assert f" {request.request}\n" in text
 
 
+def test_the_state_before_anything_happened_names_no_event_and_no_step(
+    recorded: Recorded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay(recorded.path, "--seq", -1) == 0
+
+    assert "state       before the first event, " in capsys.readouterr().out
+
+
 def test_json_says_the_same_for_a_ring(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
     assert replay(recorded.ring, "--json", "--top", 100) == 0
 

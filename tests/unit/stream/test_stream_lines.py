@@ -73,6 +73,9 @@ def test_what_is_none_is_not_shown_and_what_is_zero_is() -> None:
 
     assert "generated_tokens=0" in line
     assert "peak_blocks" not in line
+    assert "image_positions" not in TextLines().event(
+        ev.RequestQueued(request="r", prompt_tokens=1, num_sequences=1, queued_ns=0)
+    )
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2Jb", "a\nb", "a\u202eb"])
