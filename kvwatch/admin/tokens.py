@@ -10,9 +10,11 @@ Each line is `NAME ROLES TOKEN [EXPIRES]`, separated by blanks; blank lines and 
 other. A token may be given as the SHA-256 of it, so that the file holds nothing that lets anybody in. Knows no HTTP.
 """
 
+import errno
 import hashlib
 import hmac
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -113,8 +115,10 @@ class TokenFile:
             self._tokens, self._stamp = (), None
 
     def _stat(self) -> tuple[int, int, int]:
-        stat = self._path.stat()
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        found = self._path.stat()
+        if not stat.S_ISREG(found.st_mode):  # to read a pipe could take for ever
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _read(self) -> tuple[Token, ...]:
         with self._path.open("rb") as file:

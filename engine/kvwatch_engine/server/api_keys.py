@@ -12,9 +12,11 @@
 Knows nothing of HTTP.
 """
 
+import errno
 import hashlib
 import hmac
 import re
+import stat
 import time
 import tomllib
 from collections.abc import Mapping
@@ -142,8 +144,10 @@ class ApiKeys:
         self._stamp = stamp
 
     def _stat(self) -> tuple[int, int, int]:
-        stat = self._path.stat()
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        found = self._path.stat()
+        if not stat.S_ISREG(found.st_mode):  # to read a pipe could take for ever
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _adopt(self, found: KeyFile) -> None:
         salts = {name: tenant_salt(name, entry.salt) for name, entry in found.tenants.items()}

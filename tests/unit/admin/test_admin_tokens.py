@@ -70,6 +70,18 @@ def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     assert tokens.find(OTHER) is not None
 
 
+def test_a_pipe_in_place_of_the_file_lets_nobody_in_and_holds_up_nobody(tmp_path: Path) -> None:
+    """Opening it would wait for a writer, on the thread that answers everybody."""
+    path = tmp_path / "t"
+    tokens = TokenFile(write(path, f"a read {TOKEN}\n"), FakeClock())
+    path.unlink()
+    os.mkfifo(path)
+
+    assert tokens.find(TOKEN) is None
+    with pytest.raises(ConfigError, match="no regular file"):
+        TokenFile(str(path), FakeClock())
+
+
 @pytest.mark.parametrize("harm", ["", "a read short\n", f"a chief {TOKEN}\n", "\udc80"])
 def test_a_file_that_goes_bad_lets_nobody_in_until_it_is_mended(tmp_path: Path, harm: str) -> None:
     path = tmp_path / "t"

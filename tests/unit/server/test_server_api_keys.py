@@ -122,6 +122,17 @@ def test_a_wrong_file_is_refused_at_the_start_and_no_message_shows_a_key(path: P
     assert "sixteen chars" not in str(caught.value)
 
 
+def test_a_pipe_in_place_of_the_file_lets_nobody_in_and_holds_up_nobody(path: Path) -> None:
+    """Opening it would wait for a writer, on the thread that answers everybody."""
+    keys = ApiKeys(write(path, f'[keys.a]\nkey = "{KEY}"\n'))
+    path.unlink()
+    os.mkfifo(path)
+
+    assert keys.caller(KEY) is None
+    with pytest.raises(ConfigError, match="no regular file"):
+        ApiKeys(str(path))
+
+
 def test_a_file_that_is_not_text_or_not_there_is_refused(path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not UTF-8"):
