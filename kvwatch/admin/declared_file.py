@@ -29,10 +29,11 @@ class DeclaredFile:
             ConfigError: the file or its folder cannot be used, or it is written in a way that this cannot change.
         """
         try:
-            old = self.path.read_text(encoding="utf-8")
+            path = self.path.resolve()  # of a link what it leads to is changed, not the link
+            old = path.read_text(encoding="utf-8")
             new = changed_text(old, values)
-            mode = stat.S_IMODE(self.path.stat().st_mode)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+            mode = stat.S_IMODE(path.stat().st_mode)
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(new)
                 file.flush()
@@ -40,7 +41,7 @@ class DeclaredFile:
             os.chmod(name, mode)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the configuration file {self.path.name} cannot be written ({error})") from error
-        return PreparedFile(self.path, Path(name))
+        return PreparedFile(path, Path(name))
 
 
 class PreparedFile:
