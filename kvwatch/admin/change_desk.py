@@ -43,6 +43,8 @@ class Lease:
     expires_at: str
     audit: int
     """The change that brought it."""
+    is_asked: bool = True
+    """Whether somebody asked for it; else it came with another value, and ends as that does."""
 
 
 @dataclass(slots=True)
@@ -230,20 +232,30 @@ class ChangeDesk:
             drifted = {str(each.key) for each in state.settings if each.has_drifted}
         except ControlError:  # it has done it, and is busy: rather an end too many than none
             drifted = {*changed, *(() if is_declared else wanted.changes)}
-        # Another block size brings another number of blocks: that ends too, at the end that it has already if any.
-        for key in leases.keys() & changed.keys():
-            leases[key] = replace(leases[key], value=changed[key])
-        values = {**changed, **wanted.changes}
-        kept = {key: value for key, value in values.items() if key in drifted and key not in leases}
-        expires_at = self._lease(engine, kept, wanted.expires_in, audit) if kept else None
-        return expires_at if kept.keys() & wanted.changes.keys() else None
+        # Another block size brings another number of blocks: that ends with it, or when whoever asked for one said.
+        for key in changed.keys() - wanted.changes.keys():
+            lease = leases.pop(key, None)
+            if lease is not None and lease.is_asked:
+                leases[key] = replace(lease, value=changed[key])
+            elif key in drifted:
+                self._lease(engine, {key: changed[key]}, wanted.expires_in, audit, is_asked=False)
+        kept = {key: value for key, value in wanted.changes.items() if key in drifted}
+        return self._lease(engine, kept, wanted.expires_in, audit) if kept else None
 
-    def _lease(self, engine: AdminEngine, values: Mapping[str, SettingValue], seconds: float, audit: int) -> str:
+    def _lease(
+        self,
+        engine: AdminEngine,
+        values: Mapping[str, SettingValue],
+        seconds: float,
+        audit: int,
+        *,
+        is_asked: bool = True,
+    ) -> str:
         until_ns = self._clock.monotonic_ns() + int(seconds * 1e9)
         expires_at = utc(self._clock.wall_ns() + int(seconds * 1e9))
         leases = self._desks[engine.name, engine.dp_rank].leases
         self._has_leased.set()
-        leases |= {key: Lease(value, until_ns, expires_at, audit) for key, value in values.items()}
+        leases |= {key: Lease(value, until_ns, expires_at, audit, is_asked) for key, value in values.items()}
         return expires_at
 
     async def _revert_expired(self, engine: AdminEngine) -> None:

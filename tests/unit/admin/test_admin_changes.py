@@ -16,7 +16,7 @@ from openai_server import wait_until
 
 from kvwatch import http_protocol
 from kvwatch.admin import app
-from kvwatch.admin.declared_file import changed_text
+from kvwatch.admin.declared_file import DeclaredFile, changed_text
 from kvwatch.admin.engines import DeclaredSetting
 from kvwatch.errors import ConfigError
 from kvwatch_engine.live.changer import RebuildLimits
@@ -130,6 +130,23 @@ def test_what_another_block_size_brings_with_it_ends_too(tmp_path: Path) -> None
         assert brought["expires_at"] is not None
         assert client.get("/config/diff").json()["differences"] == []
         assert setting(client, "num_blocks")["expires_at"] is None
+
+
+def test_what_a_change_brings_with_it_ends_when_the_change_does(tmp_path: Path) -> None:
+    with (
+        admin_stage(tmp_path, rebuilds=RebuildLimits(cooldown_seconds=0)) as stage,
+        stage.client("operate") as client,
+    ):
+        change(client, changes={"block_size": 8}, expires_in=60)
+        change(client, changes={"block_size": 4}, expires_in=3600)
+        assert setting(client, "num_blocks")["expires_at"] == setting(client, "block_size")["expires_at"]
+
+        change(client, changes={"num_blocks": 1201}, expires_in=1800)
+        asked = setting(client, "num_blocks")["expires_at"]
+        change(client, changes={"block_size": 8}, expires_in=3600)
+
+        assert setting(client, "num_blocks")["value"] == 601
+        assert setting(client, "num_blocks")["expires_at"] == asked, "who asked for a number said how long"
 
 
 def test_a_change_has_an_end_also_if_the_engine_is_busy_right_after_it(tmp_path: Path) -> None:
@@ -303,6 +320,18 @@ def test_a_value_may_be_declared_for_good(tmp_path: Path) -> None:
         assert "flag" in refused.json()["detail"]
     assert os.listdir(tmp_path).count("kvwatch.toml") == 1
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".kvwatch")]
+
+
+def test_a_link_to_a_file_stays_one_and_what_it_leads_to_is_changed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    real, link = tmp_path / "real" / "kvwatch.toml", tmp_path / "kvwatch.toml"
+    real.write_text("max_num_seqs = 8\n", encoding="utf-8")
+    link.symlink_to(real)
+
+    DeclaredFile(str(link)).prepare({"max_num_seqs": 4}).commit()
+
+    assert link.is_symlink()
+    assert real.read_text(encoding="utf-8") == "max_num_seqs = 4\n"
 
 
 @pytest.mark.parametrize(
