@@ -89,7 +89,13 @@ class EngineSpec:
         where = f"{SETTING} {self.name}: admin_token_file"
         if self.admin_token_file is None:
             raise ConfigError(f"{where} is not given; add ?admin_token_file=FILE to the URL")
-        return read_token(self.admin_token_file, where)
+        token = read_token(self.admin_token_file, where)
+        if len(token.split()) > 1:
+            raise ConfigError(
+                f"{where}: a line of {self.admin_token_file} has several words, as in the engine's own file; give a "
+                "file with the token alone"
+            )
+        return token
 
     def ca(self) -> bytes | None:
         """Return the certificates to trust, as their file says now; none for the system's.

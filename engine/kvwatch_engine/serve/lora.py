@@ -66,5 +66,5 @@ def _folder(text: str, flag: str) -> Path:
     except RuntimeError as error:
         raise ConfigError(f"{flag}: the ~ of {text!r} names nobody here; write the folder in full") from error
     if not folder.is_dir():
-        raise ConfigError(f"{flag}: {text!r} is no folder")
+        raise ConfigError(f"{flag}: {text!r} is no folder; give one that exists")
     return folder

@@ -91,6 +91,19 @@ def test_two_engines_need_two_names() -> None:
         parse_engines(["a=grpc://h:1", "b=grpc://h:1", "a=grpc://h:2"])
 
 
+def test_the_engines_own_file_of_tokens_is_no_file_with_a_token(tmp_path: Path) -> None:
+    """Else its whole line would be sent, and the engine would say that it does not know that token."""
+    path = tmp_path / "tokens"
+    for content, is_refused in (("alice operate 0123456789abcdef\n", True), ("# alice\n 0123456789abcdef \n", False)):
+        path.write_text(content, encoding="utf-8")
+        texts = [f"a=grpc://h:1?admin_token_file={path}"]
+        if is_refused:
+            with pytest.raises(ConfigError, match=r"admin_token_file: .* give a file with the token alone"):
+                parse_engines(texts)
+        else:
+            assert parse_engines(texts)[0].admin_token() == "0123456789abcdef"
+
+
 def test_the_command_line_says_in_one_line_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sidecar"]) == 2
     assert main(["sidecar", "--engine", "a=grcp://h:1"]) == 2
