@@ -4,6 +4,7 @@ Each change has two lines, in the log and in the file if there is one: `begun` b
 ended. The last entries are kept for whoever asks. Knows no HTTP beyond the problem it raises.
 """
 
+import errno
 import logging
 import threading
 from collections import OrderedDict
@@ -64,6 +65,8 @@ class AuditTrail:
     def __init__(self, clock: Clock, file: BinaryIO | None = None) -> None:
         self._clock = clock
         self._file = file
+        self._is_line_open = False
+        """Whether the file ends with a part of a line, since there was no space for all of it."""
         self._lock = threading.Lock()
         self._entries: OrderedDict[int, AuditEntry] = OrderedDict()
         self._next_id = clock.wall_ns() // 1_000_000  # not from 0 again after a restart
@@ -127,8 +130,13 @@ class AuditTrail:
     def _write(self, entry: AuditEntry) -> None:
         if self._file is not None:
             line = msgspec.json.encode(entry) + b"\n"
-            if self._file.write(line) != len(line):
-                raise OSError(28, "no space for a whole line")
+            # What was begun and not ended must not swallow the next entry.
+            content = b"\n" + line if self._is_line_open else line
+            written = self._file.write(content)
+            if written != len(content):
+                self._is_line_open = self._is_line_open or bool(written)
+                raise OSError(errno.ENOSPC, "no space for a whole line")
+            self._is_line_open = False
         shown = {
             name: value
             for name in entry.__struct_fields__

@@ -1,6 +1,7 @@
 """Changes through the admin API: decided on what was read, recorded, in force at once, and over when their time is."""
 
 import contextlib
+import io
 import json
 import os
 import socket
@@ -16,9 +17,12 @@ from openai_server import wait_until
 
 from kvwatch import http_protocol
 from kvwatch.admin import app
+from kvwatch.admin.audit import AuditEntry, AuditTrail
 from kvwatch.admin.declared_file import DeclaredFile, changed_text
 from kvwatch.admin.engines import DeclaredSetting
+from kvwatch.admin.problems import Problem
 from kvwatch.errors import ConfigError
+from kvwatch.telemetry.clock import SystemClock
 from kvwatch_engine.live.changer import RebuildLimits
 
 
@@ -277,6 +281,38 @@ def test_no_audit_no_change(tmp_path: Path) -> None:
         assert (answer.status_code, act.status_code) == (503, 503)
         assert setting(client, "watermark")["value"] == "0"
         assert not client.get("/admission").json()["admission"]["is_paused"]
+
+
+class SmallDisk(io.FileIO):
+    """A file on a disk that has room for so many bytes more."""
+
+    room = 1 << 20
+
+    def write(self, content: Any, /) -> int:
+        taken = super().write(bytes(content)[: self.room])
+        self.room -= taken
+        return taken
+
+
+def test_a_line_for_which_there_was_no_space_does_not_swallow_the_next(tmp_path: Path) -> None:
+    file = SmallDisk(str(tmp_path / "audit"), "ab")
+    trail = AuditTrail(SystemClock(), file)
+    entry = AuditEntry(
+        id=0, time="", actor="a", address="", engine="chat", dp_rank=0, action="drain", reason="to see"
+    )  # fmt: skip
+    for room in (20, 0):
+        file.room = room
+        with pytest.raises(Problem, match="cannot be written"):
+            trail.begin(entry)
+
+    file.room = 1 << 20
+    written = trail.begin(entry)
+    trail.end(written)
+    trail.close()
+
+    lines = (tmp_path / "audit").read_bytes().splitlines()
+    assert [json.loads(line)["id"] for line in lines[1:]] == [written.id] * 2
+    assert len(lines[0]) == 20
 
 
 def test_changes_have_a_rate(tmp_path: Path) -> None:
