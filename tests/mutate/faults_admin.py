@@ -11,6 +11,22 @@ SIDECAR = "tests/integration/test_admin_sidecar.py"
 
 ADMIN = (
     Fault(
+        name="brought-for-ever",
+        stands_for="The number of blocks that came with another block size stays when that has ended.",
+        file="kvwatch/admin/change_desk.py",
+        old="            elif key in drifted:\n",
+        new="            elif key in drifted and wanted.entry.actor != OWN_NAME:\n",
+        tests=(CHANGES,),
+    ),
+    Fault(
+        name="body-without-end",
+        stands_for="A body that never comes keeps its connection for ever.",
+        file="kvwatch/admin/app.py",
+        old="async with asyncio.timeout(BODY_SECONDS):",
+        new="async with asyncio.timeout(600 + BODY_SECONDS):",
+        tests=(CHANGES,),
+    ),
+    Fault(
         name="expired-but-known",
         stands_for="A token that has expired still lets its owner in.",
         file="kvwatch/admin/access.py",
