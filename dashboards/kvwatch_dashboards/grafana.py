@@ -14,15 +14,13 @@ from grafana_foundation_sdk.models import text as text_model
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 from kvwatch.telemetry import metrics as m
-from kvwatch.telemetry.schema import Metric
-from kvwatch_dashboards import promql, scoped
+from kvwatch_dashboards import promql
+from kvwatch_dashboards.annotations import ANNOTATIONS
 from kvwatch_dashboards.panel import Board, Level, Panel, Query, Text
 
 SOURCE = dm.DataSourceRef(type_val="prometheus", uid="${datasource}")
 TAG = "kvwatch"
 HEIGHT = 8
-MOMENT = "2m"
-"""Window in which something counts as having happened now: two scrapes of a minute each fit in."""
 
 P = TypeVar("P", timeseries.Panel, stat.Panel, table.Panel)
 PanelBuilder = timeseries.Panel | stat.Panel | table.Panel | text.Panel
@@ -106,17 +104,9 @@ def _variables() -> Iterable[db.QueryVariable | db.DatasourceVariable | db.TextB
 
 
 def _annotations() -> Iterable[db.AnnotationQuery]:
-    restarts = f"resets({scoped.value(m.COMPUTED_TOKENS)}[{MOMENT}]) > 0 or {_grown(m.SOURCE_RESETS)}"
-    for name, colour, expr in (
-        ("Configuration changed", "blue", _grown(m.CONFIG_CHANGES)),
-        ("Pool rebuilt", "purple", _grown(m.POOL_REBUILDS)),
-        ("Engine restarted", "red", restarts),
-    ):
-        yield db.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour).expr(expr)
-
-
-def _grown(metric: Metric) -> str:
-    return f"{promql.increase(metric, MOMENT, scope=scoped.scope(metric, {}))} > 0"
+    for each in ANNOTATIONS:
+        made = db.AnnotationQuery().name(each.name).datasource(SOURCE).enable(True)
+        yield made.icon_color(each.colour).expr(each.expr)
 
 
 # ---------------------------------------------------------------- panels
