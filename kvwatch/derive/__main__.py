@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import msgspec
+
 import kvwatch.telemetry.events  # noqa: F401 - fills the registry
 from kvwatch.admin.operations import OPERATIONS
 from kvwatch.admin.verbs import verbs
+from kvwatch.derive.chart import OWN_SETTINGS, with_settings
 from kvwatch.derive.docs import events_section, metrics_section, replace_section, table
 from kvwatch.derive.lock import broken_promises, decode_lock, encode_lock, make_lock
 from kvwatch.derive.metrics import metric_specs
@@ -41,6 +44,8 @@ def artefacts() -> dict[str, Generate]:
         "docs/metrics.md": lambda page: replace_section(page, "metrics", metrics_section(metric_specs(REGISTRY))),
         "docs/sources.md": lambda page: replace_section(page, "sources", _sources()),
         "docs/configuration.md": _configuration,
+        "deploy/helm/kvwatch/values.schema.json": lambda page: _chart(page, "serve"),
+        "deploy/helm/kvwatch-sidecar/values.schema.json": lambda page: _chart(page, "sidecar"),
         "docs/admin.md": lambda page: replace_section(page, "operations", _operations()),
         "kvwatch/stream/telemetry.proto": _proto,
         "kvwatch/wire/control.proto": lambda _: control_proto_text(),
@@ -100,15 +105,28 @@ def _proto(now: str) -> str:
 
 
 def _configuration(page: str) -> str:
-    """Settings are declared by whoever owns them; without that part installed the page stays as it is."""
     for name in SETTINGS_OF:
-        for entry in entry_points(group="kvwatch.commands", name=name):
-            try:
-                command = entry.load()
-            except ModuleNotFoundError:
-                break
-            page = replace_section(page, name, settings_section(command.settings))
+        settings = _settings_of(name)
+        if settings is not None:
+            page = replace_section(page, name, settings_section(settings))
     return replace_section(page, "live", live_section())
+
+
+def _chart(page: str, name: str) -> str:
+    settings = _settings_of(name)
+    return page if settings is None else with_settings(page, settings, OWN_SETTINGS[name])
+
+
+def _settings_of(name: str) -> type[msgspec.Struct] | None:
+    """Return the settings of a command; none while the part that owns it is not installed: pages stay as they are."""
+    for entry in entry_points(group="kvwatch.commands", name=name):
+        try:
+            command = entry.load()
+        except ModuleNotFoundError:
+            break
+        settings: type[msgspec.Struct] = command.settings
+        return settings
+    return None
 
 
 def _sources() -> str:

@@ -2,15 +2,14 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from metric_names import SELECTOR, metric_of, wrong_selectors
 
 from kvwatch.derive.metrics import PREFIX, full_name
 from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.metrics import CATALOGUE
-from kvwatch.telemetry.schema import Metric, MetricKind
 from kvwatch_dashboards import promql
 from kvwatch_dashboards.alerts import ALERTS, Alert
 from kvwatch_dashboards.boards import BOARDS
@@ -20,34 +19,8 @@ from kvwatch_dashboards.recording import RECORDINGS
 from kvwatch_dashboards.unused import UNUSED
 
 RUNBOOK = (Path(__file__).parents[2] / "dashboards" / "runbook.md").read_text(encoding="utf-8")
-SELECTOR = re.compile(r"(?<![\w:])(kvwatch_\w+)(?:\{([^}]*)\})?")
-MATCHER = re.compile(r'(\w+)(=~|!~|!=|=)"((?:[^"\\]|\\.)*)"')
 AGGREGATED = re.compile(r"(?<![\w:])(engine:kvwatch_\w+:\w+)")
-OF_TARGETS = {*promql.COMMON, "le"}
-PARTS = ("_bucket", "_sum", "_count")
 PARTS_OF_THE_RUNBOOK = ("**Meaning.**", "**Impact.**", "**First checks**", "**Remedy.**")
-
-
-def metric_of(name: str) -> Metric | None:
-    """Return the metric of a series, which must have the suffix of its kind."""
-    for metric in CATALOGUE:
-        if metric.kind is MetricKind.HISTOGRAM and name in {full_name(metric) + part for part in PARTS}:
-            return metric
-        if metric.kind is not MetricKind.HISTOGRAM and name == full_name(metric):
-            return metric
-    return None
-
-
-def wrong_selectors(text: str) -> Iterator[str]:
-    """Yield what a query asks for and no metric has."""
-    for name, matchers in SELECTOR.findall(text):
-        metric = metric_of(name)
-        if metric is None:
-            yield f"{name} is no metric"
-            continue
-        for label, _, _ in MATCHER.findall(matchers):
-            if label not in OF_TARGETS | set(metric.labels):
-                yield f"{name} has no label {label}"
 
 
 def queries() -> list[str]:

@@ -87,7 +87,7 @@ WRONG: list[tuple[dict[str, str], str]] = [
     ({"KVWATCH_PORT": "eight"}, r"KVWATCH_PORT: 'eight' is not an integer"),
     ({"KVWATCH_PORT": "1.5"}, r"KVWATCH_PORT: '1.5' is not an integer"),
     ({"KVWATCH_PORT": ""}, r"KVWATCH_PORT: '' is not an integer"),
-    ({"KVWATCH_PORT": "tcp://10.0.0.1:80"}, r"enableServiceLinks: false"),
+    ({"KVWATCH_PORT": "80/tcp"}, r"KVWATCH_PORT: '80/tcp' is not an integer"),
     ({"KVWATCH_HOST": "a\0b"}, r"KVWATCH_HOST: 'a\\x00b' is not text in UTF-8 without NUL"),
     ({"KVWATCH_HOST": "a\udcffb"}, r"KVWATCH_HOST: 'a\\udcffb' is not text in UTF-8 without NUL"),
     ({"KVWATCH_WATERMARK": "nan"}, r"KVWATCH_WATERMARK: 'nan' is not a finite number"),
@@ -155,8 +155,12 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_left_alone() -> None:
         "KVWATCH_SERVICE_HOST": "10.0.0.1",
         "KVWATCH_SERVICE_PORT": "80",
         "KVWATCH_SERVICE_PORT_METRICS": "9400",
+        "KVWATCH_PORT": "tcp://10.0.0.1:80",
         "KVWATCH_PORT_80_TCP": "tcp://10.0.0.1:80",
         "KVWATCH_PORT_80_TCP_ADDR": "10.0.0.1",
+        "KVWATCH_SIDECAR_SERVICE_HOST": "10.0.0.2",
+        "KVWATCH_SIDECAR_PORT": "tcp://10.0.0.2:9400",
+        "KVWATCH_SIDECAR_PORT_9400_TCP_ADDR": "10.0.0.2",
         "OTHER_PORT": "5",
     }
 
