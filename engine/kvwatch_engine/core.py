@@ -362,7 +362,10 @@ class EngineCore:
             watermark_blocks=settings.watermark_blocks,
             max_queued_requests=settings.max_queued_requests,
             max_queued_tokens=settings.max_queued_tokens,
-            tiers=[self.manager.pool.to_state(), *(self.tiers.states() if self.tiers is not None else ())],
+            tiers=[
+                self.manager.pool.to_state(with_parents=settings.emit_token_ids),
+                *(self.tiers.states() if self.tiers is not None else ()),
+            ],
             sequences=[*self.manager.to_states(), *(self.tiers.sequences() if self.tiers is not None else ())],
             requests=[
                 RequestState(

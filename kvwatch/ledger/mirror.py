@@ -21,7 +21,14 @@ from kvwatch.ledger.view import Sample, View
 from kvwatch.ledger.window import RollingMinimum
 from kvwatch.telemetry import metrics
 from kvwatch.telemetry.clock import Clock
-from kvwatch.telemetry.events import BlocksReleased, PoolRebuilt, PrefixUnpinned, RequestFinished, StepCompleted
+from kvwatch.telemetry.events import (
+    BlocksLaidOut,
+    BlocksReleased,
+    PoolRebuilt,
+    PrefixUnpinned,
+    RequestFinished,
+    StepCompleted,
+)
 from kvwatch.telemetry.schema import REGISTRY, Event, Metric
 from kvwatch.telemetry.snapshot import EngineSnapshot
 
@@ -145,6 +152,7 @@ class Mirror:
         actions[StepCompleted] += (self._complete,)
         actions[RequestFinished] += (self._end_stall,)
         actions[PoolRebuilt] += (self._restart_extremes,)
+        actions[BlocksLaidOut] += (self._restart_extremes_behind,)
         actions[BlocksReleased] = (self._end_low, *actions[BlocksReleased])
         actions[PrefixUnpinned] = (self._end_low_of_device, *actions[PrefixUnpinned])
         return actions
@@ -178,6 +186,11 @@ class Mirror:
     def _restart_extremes(self, event: PoolRebuilt) -> None:
         """What was the lowest of another pool says nothing of this one."""
         if event.outcome in ("resized", "rebuilt"):
+            self._lowest_free[event.tier] = RollingMinimum(self._window_seconds * NS_PER_SECOND, event.time_ns)
+
+    def _restart_extremes_behind(self, event: BlocksLaidOut) -> None:
+        """A tier behind the device has other blocks too, and no `PoolRebuilt` of its own."""
+        if event.tier != CHECKED_TIER:
             self._lowest_free[event.tier] = RollingMinimum(self._window_seconds * NS_PER_SECOND, event.time_ns)
 
     def _changes_ns(self) -> list[int]:

@@ -127,6 +127,7 @@ class TierPool:
     def lay_out(self, event: BlocksLaidOut) -> None:
         """All blocks are new; what is held is what the event says. O(blocks of the tier)."""
         columns, count = self._columns, event.num_blocks
+        self.ignored_files = event.ignored_files
         columns.written.clear()
         for column in (columns.ref_counts, columns.filled_slots, columns.groups):
             column[:] = [0] * count

@@ -44,6 +44,8 @@ class TierState(msgspec.Struct, frozen=True, gc=False):
     """Files in the tier's folder that were of no use when it was opened, by why: `foreign`, `stale`, `torn`."""
     block_groups: list[int] = []
     """KV group of every used or cached block; empty where there is only one group."""
+    parents: list[bytes | None] = []
+    """Hash of the block before, for every block that has a hash; empty unless the engine gives token ids."""
 
 
 class GroupState(msgspec.Struct, frozen=True, gc=False):

@@ -194,6 +194,28 @@ def test_after_lost_events_readers_are_cleared_and_told_again_what_is_resident(
     assert not it.reader.has_gap
 
 
+def test_what_was_stored_during_the_loss_is_told_with_its_parent(stage: Callable[..., Stage]) -> None:
+    """llm-d-kv-cache#372 (O47): a block whose parent nobody tells has no place in a reader's tree."""
+    it = stage(hash_kind="bytes", num_blocks=30, log_capacity=16)
+    load = RandomLoad(it.core, 3)
+    num_untold = 0
+
+    for _ in range(40):
+        for _ in range(load.rng.randrange(1, 8)):
+            load.act()
+        it.catch_up()
+
+        pool = it.core.manager.pool
+        for digest, parent in zip(pool.hashes, pool.parents, strict=True):
+            if digest is not None:
+                block = it.reader.blocks["GPU", 0][bytes(digest)]
+                assert block.parent == parent
+                num_untold += not block.token_ids and parent is not None
+
+    assert it.collector.num_gaps > 5
+    assert num_untold > 20, "whose tokens are not known is told with its parent"
+
+
 def test_what_was_resident_before_the_loss_is_told_again_with_its_parent_and_tokens(
     stage: Callable[..., Stage],
 ) -> None:

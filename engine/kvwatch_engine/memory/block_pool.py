@@ -51,6 +51,8 @@ class StoredRun(NamedTuple):
     """Token ids of each block; none when nobody may know them."""
     group: int = 0
     """KV group of the blocks."""
+    parents: list[BlockHash | None] | None = None
+    """Hash of the block before each, where they do not follow each other; none where they do."""
 
 
 class BlockHistory(NamedTuple):
@@ -266,10 +268,11 @@ class BlockPool:
         Args:
             blocks: used blocks, full.
             hashes: their hashes.
-            parent: hash of the block before the first; None at the start of a sequence.
+            parent: hash of the block before the first; None at the start of a sequence, and where they are not
+                consecutive.
             source: whose blocks they are, for the event.
         """
-        first, before = 0, parent
+        first, before, parents = 0, parent, source.parents
         duplicates: list[BlockId] = []
         for place, (block, content) in enumerate(zip(blocks, hashes, strict=True)):
             if content in self._index:
@@ -279,7 +282,11 @@ class BlockPool:
                 continue
             self._index[content] = block
             self.hashes[block] = content
-            self.parents[block] = hashes[place - 1] if place else before
+            if parents is not None:
+                before = parents[place]
+            elif place:
+                before = hashes[place - 1]
+            self.parents[block] = before
         self._emit_stored(blocks[first:], hashes[first:], parent, source, first)
         if duplicates and self._log.active:
             names = dict(zip(blocks, hashes, strict=True))
@@ -413,8 +420,9 @@ class BlockPool:
 
     # ------------------------------------------------------------------ truth
 
-    def to_state(self) -> TierState:
+    def to_state(self, *, with_parents: bool = False) -> TierState:
         """Return the pool as plain columns for a snapshot."""
+        pairs = zip(self.parents, self.hashes, strict=True) if with_parents else ()
         return TierState(
             tier=self.tier,
             num_blocks=self.num_blocks,
@@ -422,6 +430,7 @@ class BlockPool:
             hashes=list(self.hashes),
             filled_slots=list(self.filled_slots),
             block_groups=list(self.groups),
+            parents=[None if content is None else parent for parent, content in pairs],
         )
 
     def check_integrity(self) -> None:
@@ -553,6 +562,12 @@ class BlockPool:
                 sequence=source.owner.sequence,
                 first_index=source.first_index + first,
                 token_ids=source.token_ids and source.token_ids[first : first + len(blocks)],
+                parents=_told(source.parents, first, first + len(blocks)),
                 group=GROUPS[source.group],
             )
         )
+
+
+def _told(parents: list[BlockHash | None] | None, first: int, end: int) -> list[bytes] | None:
+    """Return the parents of some blocks as events tell them."""
+    return None if parents is None else [each or b"" for each in parents[first:end]]

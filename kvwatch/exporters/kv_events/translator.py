@@ -31,7 +31,7 @@ from kvwatch.telemetry.events import (
 )
 from kvwatch.telemetry.events.block import GROUPS, Tier
 from kvwatch.telemetry.schema import Event
-from kvwatch.telemetry.snapshot import EngineSnapshot
+from kvwatch.telemetry.snapshot import EngineSnapshot, TierState
 from kvwatch.wire.kv_events import AllBlocksCleared, ExtraKey, WireEvent, WireHash, int_hash
 
 HashKind = Literal["int", "bytes"]
@@ -121,6 +121,7 @@ class Translator:
         """Begin anew from a snapshot: readers forget everything, then are told what is resident.
 
         Parents and tokens of what was resident before are still true, since a hash names its content and all before it.
+        Of what was stored meanwhile the parent is told, and no tokens: the engine does not keep them.
         """
         before = self.residency
         self._block_size = snapshot.block_size_tokens
@@ -134,7 +135,7 @@ class Translator:
                     group = GROUPS[tier.block_groups[block]] if tier.block_groups else GROUPS[0]
                     key = self._key(tier.tier, group, digest)
                     self._hold((tier.tier, group, block), key)
-                    self.residency.add(key, before.get(key) or Content(self._block_size, **self._spec(group)))
+                    self.residency.add(key, before.get(key) or self._untold(tier, block, group))
         live = {request.request for request in snapshot.requests}
         self._origins = {request: origin for request, origin in self._origins.items() if request in live}
         return [AllBlocksCleared(), *self.residency.events(MAX_BLOCKS_PER_EVENT)]
@@ -151,20 +152,28 @@ class Translator:
         told: list[WireEvent] = []
         keys: list[Key] = []
         contents: list[Content] = []
-        parent = None if event.parent is None else self._wire_hash(event.parent)
-        for index, (digest, block) in enumerate(zip(event.hashes, event.block_ids, strict=True)):
-            key = self._key(event.tier, event.group, digest)
-            told += self._replace((event.tier, event.group, block), key)
-            if key in self.residency:
+        for index, parent in self._in_order(event):
+            key = self._key(event.tier, event.group, event.hashes[index])
+            told += self._replace((event.tier, event.group, event.block_ids[index]), key)
+            is_known = key in self.residency
+            if keys and (is_known or parent != keys[-1].content):
                 told += _run(keys, contents)
                 keys, contents = [], []
-            else:
+            if not is_known:
                 content = self._content(event, index, parent)
                 self.residency.add(key, content)
                 keys.append(key)
                 contents.append(content)
-            parent = key.content
         return told + _run(keys, contents)
+
+    def _in_order(self, event: BlocksStored) -> list[tuple[int, WireHash | None]]:
+        """Return which blocks to tell, one after the other, and the parent of each."""
+        parents = event.parents
+        if parents is None:
+            parents = [event.parent or b"", *event.hashes[:-1]]
+        found = [(index, self._wire_hash(parent) if parent else None) for index, parent in enumerate(parents)]
+        # In tiers behind the device the end of a chain comes first, since it was evicted first.
+        return found if event.parents is None else found[::-1]
 
     def _evict(self, event: BlocksEvicted) -> list[WireEvent]:
         if event.reason == "reset":  # the CacheCleared that follows tells all of it at once
@@ -220,6 +229,11 @@ class Translator:
 
     def _key(self, tier: str, group: str, digest: bytes) -> Key:
         return Key(MEDIA[tier], int(group), self._wire_hash(digest))
+
+    def _untold(self, tier: TierState, block: int, group: str) -> Content:
+        """Return what the engine's snapshot says of a block whose event was lost: what it is a block after."""
+        parent = tier.parents[block] if tier.parents else None
+        return Content(self._block_size, None if parent is None else self._wire_hash(parent), **self._spec(group))
 
     def _content(self, event: BlocksStored, index: int, parent: WireHash | None) -> Content:
         tokens = packed(event.token_ids[index]) if event.token_ids is not None else ()

@@ -65,6 +65,7 @@ class BlocksReleased(Event):
 class BlocksStored(Event):
     """Blocks of one sequence, consecutive in its table; `parent` is the hash of the block before the first.
 
+    In a tier behind the device, blocks of several sequences in any order: then `parents` says what is before each.
     Of a foreign engine: hashes that became resident; nothing tells in which blocks, so there are no block ids.
     """
 
@@ -78,6 +79,10 @@ class BlocksStored(Event):
     first_index: Annotated[int, value(8, "Place of the first of them in the sequence's block table.", "blocks")] = 0
     token_ids: Annotated[
         list[list[int]] | None, identity(9, "Token ids of each block; none unless the engine was told to give them.")
+    ] = None
+    parents: Annotated[
+        list[bytes] | None,
+        identity(10, "Hash of the block before each, empty for none or unknown; none where hashes and parent say it."),
     ] = None
 
 
@@ -193,6 +198,9 @@ class BlocksLaidOut(Event):
         default_factory=list
     )
     tier: Annotated[Tier, label(11, "Tier.")] = "device"
+    ignored_files: Annotated[
+        dict[str, int], value(12, "Files in the tier's folder that are of no use from now on, by why.", "1")
+    ] = msgspec.field(default_factory=dict)
 
 
 @event(20, "block.shared", "Blocks of one of a request's sequences were appended to another one's block table.")

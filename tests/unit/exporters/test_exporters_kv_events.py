@@ -457,3 +457,37 @@ def test_a_hash_that_moved_to_another_block_is_gone_only_when_that_block_loses_i
     assert isinstance(other, BlockStored)
     assert isinstance(gone, BlockRemoved)
     assert gone.block_hashes == [moved]
+
+
+# ---------------------------------------------------------------- tiers behind the device
+
+
+def test_blocks_that_were_offloaded_together_have_each_its_own_parent() -> None:
+    """vllm#58119 (O46): the end of a chain is evicted first, and was told as the parent of what comes before it."""
+    event = BlocksStored(
+        [digest(each) for each in (13, 12, 27, 11)], [1, 2, 3, 4], None, tier="host",
+        parents=[digest(12), digest(11), digest(26), b""],
+    )  # fmt: skip
+
+    told = translator().apply(event)
+
+    stores = [each for each in told if isinstance(each, BlockStored)]
+    assert len(stores) == len(told)
+    assert [(each.block_hashes, each.parent_block_hash) for each in stores] == [
+        ([11], None),
+        ([27], 26),
+        ([12, 13], 11),
+    ]
+    assert {each.medium for each in stores} == {"CPU"}
+
+
+def test_blocks_of_a_chain_that_were_offloaded_together_are_told_as_one_run() -> None:
+    event = BlocksStored(
+        [digest(each) for each in (13, 12, 11)], [1, 2, 3], None, tier="host",
+        parents=[digest(12), digest(11), digest(10)],
+    )  # fmt: skip
+
+    (told,) = translator().apply(event)
+
+    assert isinstance(told, BlockStored)
+    assert (told.block_hashes, told.parent_block_hash) == ([11, 12, 13], 10)

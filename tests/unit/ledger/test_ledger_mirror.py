@@ -8,8 +8,9 @@ from naive_engine import ManualClock, NaiveEngine
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.ledger.series import SeriesSettings
 from kvwatch.telemetry import metrics as m
-from kvwatch.telemetry.events import DrainStarted, EngineEnded, EngineStalled, StepFailed
+from kvwatch.telemetry.events import BlocksLaidOut, DrainStarted, EngineEnded, EngineStalled, StepFailed
 from kvwatch.telemetry.log import Cursor, EventLog
+from kvwatch.telemetry.snapshot import TierState
 
 
 class Stage:
@@ -377,3 +378,29 @@ def test_extra_bounds_and_allow_lists_are_those_of_the_settings() -> None:
     assert len(histogram.counts) == len(histogram.bounds) + 1
     assert view.value(m.REQUESTS_FINISHED, "stop", "", "blue") == 0
     assert view.value(m.REQUESTS_FINISHED, "stop", "other", "other") == 0
+
+
+def test_a_tier_that_is_laid_out_anew_has_extremes_and_ignored_files_of_its_own() -> None:
+    """Its lowest number of free blocks was that of other blocks: the new ones had less than no usage."""
+    stage = Stage()
+    disk = TierState("disk", 9, [0] * 9, [None] * 9, [0] * 9, {"foreign": 2})
+    before = stage.engine.snapshot()
+    stage.mirror.load(msgspec.structs.replace(before, tiers=[*before.tiers, disk]))
+    stage.clock.advance(61)
+    stage.mirror.settle()
+    assert stage.mirror.view.value(m.KV_FREE_BLOCKS_MIN, "disk", "60s") == 8
+
+    stage.log.begin(1)
+    stage.log.append(BlocksLaidOut(5, 4, 64, tier="disk", ignored_files={"stale": 3}))
+    stage.follow()
+    stage.mirror.publish()
+
+    view = stage.mirror.view
+    assert view.value(m.KV_FREE_BLOCKS_MIN, "disk", "60s") is None
+    assert view.value(m.KV_FREE_BLOCKS_MIN, "device", "60s") == 12
+    assert view.value(m.KV_TIER_IGNORED_FILES, "disk", "stale") == 3
+    assert view.value(m.KV_TIER_IGNORED_FILES, "disk", "foreign") is None
+    stage.clock.advance(61)
+    stage.mirror.settle()
+    assert stage.mirror.view.value(m.KV_FREE_BLOCKS_MIN, "disk", "60s") == 4
+    assert stage.mirror.view.value(m.KV_USAGE_RATIO_MAX, "disk", "60s") == 0

@@ -57,9 +57,9 @@ class TierPool(BlockPool):
         if not held:
             self._held.pop(owner, None)
 
-    def to_state(self) -> TierState:
+    def to_state(self, *, with_parents: bool = False) -> TierState:
         """Return the pool as plain columns for a snapshot."""
-        return structs.replace(super().to_state(), ignored_files=dict(self.ignored_files))
+        return structs.replace(super().to_state(with_parents=with_parents), ignored_files=dict(self.ignored_files))
 
     def to_sequences(self) -> list[SequenceState]:
         """Return who holds what, for a snapshot."""

@@ -121,7 +121,7 @@ class MemoryTiers:
         self._restore = Restore(manager, self._levels, device, self._desk, self._speed)
         staging = StagingRing(machine.host_memory(num_staged, block_bytes))
         self._remove_files()
-        self._offload = Offload(self._levels, device, staging, self._desk, self._speed, identity.block_size)
+        self._offload = Offload(self._levels, manager, device, staging, self._desk, self._speed)
         manager.pool.on_evict = self._offload.take_from_device
 
     # ------------------------------------------------------------------ swap space
@@ -225,7 +225,7 @@ class MemoryTiers:
 
     def states(self) -> list[TierState]:
         """Return the pools behind the device as plain columns, for a snapshot."""
-        return [level.pool.to_state() for level in self._levels]
+        return [level.pool.to_state(with_parents=self._manager.emit_token_ids) for level in self._levels]
 
     def sequences(self) -> list[SequenceState]:
         """Return who holds blocks in these pools, for a snapshot."""
@@ -276,15 +276,19 @@ class MemoryTiers:
             return None
         num_blocks = _capacity(settings.host_bytes, block_bytes, "--host-memory")
         memory = machine.host_memory(1 + num_blocks, block_bytes)  # place 0 is the null block's
-        host = HostLevel(self._make_pool(1 + num_blocks, "host"), machine.host_store(lambda: memory))
+        host = HostLevel(self._make_pool(1 + num_blocks, "host", {}), machine.host_store(lambda: memory))
         self._levels.append(host)
         return host
 
-    def _make_pool(self, num_blocks: int, tier: Tier) -> TierPool:
+    def _make_pool(self, num_blocks: int, tier: Tier, ignored_files: dict[str, int]) -> TierPool:
         """Return an empty pool, and tell whoever follows the log that the tier has it from now on."""
+        size, block_bytes = self._identity.block_size, self._block_bytes
         if self._log.active:
-            self._log.append(BlocksLaidOut(num_blocks, self._identity.block_size, self._block_bytes, tier=tier))
-        return TierPool(num_blocks, self._log, tier)
+            ignored = dict(ignored_files)
+            self._log.append(BlocksLaidOut(num_blocks, size, block_bytes, tier=tier, ignored_files=ignored))
+        pool = TierPool(num_blocks, self._log, tier)
+        pool.ignored_files.update(ignored_files)
+        return pool
 
     def _make_disk(
         self,
@@ -296,12 +300,11 @@ class MemoryTiers:
     ) -> None:
         store = BlockFolder(folder, identity, block_bytes, machine.files)
         num_blocks = _capacity(settings.disk_bytes, store.file_bytes, "--disk-bytes")
-        pool = self._make_pool(1 + num_blocks, "disk")
-        disk = DiskLevel(pool, store)
         found = store.open()
         self._folder = store
+        pool = self._make_pool(1 + num_blocks, "disk", store.ignored)
+        disk = DiskLevel(pool, store)
         disk.discard(found[: max(0, len(found) - num_blocks)])
-        pool.ignored_files.update(store.ignored)
         for content in found[-num_blocks:]:
             blocks = pool.allocate(1, NOBODY, "offload")
             assert blocks is not None, "there is room for as many as are taken"
