@@ -1,180 +1,141 @@
-"""What every metric must say, computed from the engine's own structures: pool, tables, requests, steps. No events.
+"""What every metric must say, computed from the engine's own structures: pools, tables, requests, steps. No events.
 
-Calls of the pool and the lifecycle are noted as they happen, the rest is read between two steps. `Load` in
-`random_load.py` drives an engine at random; `Oracle.differences` compares a view with all of this, metric by metric.
+Calls of the scheduler and the lifecycle are noted as they happen, the rest is read between two steps. What each tier
+has is in `pool_oracle.py`, what moves between them in `transfer_oracle.py`, what people change in `change_oracle.py`.
+`RandomLoad` in `random_load.py` drives an engine at random; `Oracle.differences` compares a view with all of this.
 """
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-from kvwatch.errors import ChangeFailed, ChangeRefused
+from change_oracle import ChangeWatch
+from pool_oracle import Book, Key, PoolWatch, around
+from transfer_oracle import TransferWatch
+
 from kvwatch.ledger.view import View
 from kvwatch.telemetry import metrics as m
-from kvwatch.telemetry.schema import Metric
-from kvwatch_engine.contracts.block import BlockHash
+from kvwatch.telemetry.snapshot import SequenceState
 from kvwatch_engine.contracts.errors import is_out_of_memory
 from kvwatch_engine.contracts.request import FinishReason, Refusal
 from kvwatch_engine.contracts.step import StepInput, StepResult
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.memory.block_hash import hash_in_group
 from kvwatch_engine.memory.prefix import Prefix
-from kvwatch_engine.resize import PreparedResize
+from kvwatch_engine.memory.tiers.tiers import MemoryTiers
 from kvwatch_engine.scheduling.request import Request, RequestState, Sequence, WaitReason
 
-Key = tuple[Metric, tuple[str, ...]]
-WINDOW_NS = 60_000_000_000
 SEVERITY = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.LENGTH, FinishReason.STOP)
 NOT_FROM_THE_ENGINE = {m.TELEMETRY_EVENTS, m.LEDGER_UPDATE_TIMESTAMP}
 """What tells of the observatory itself; tests of its parts hold it to the truth."""
 
 
-class Oracle:
+class Opening(NamedTuple):
+    """What a request found when it got its first blocks; it runs when what other tiers have of it has come."""
+
+    size: int
+    """Tokens in a block then."""
+    num_hits: int
+    """Blocks found on the device."""
+    num_regretted: int
+
+
+class Oracle(Book):
     """Watches one engine core. Attach it before anything happens."""
 
     def __init__(self, core: EngineCore) -> None:
+        super().__init__()
         self.core = core
-        self.counts: Counter[Key] = Counter()
-        self.observed: defaultdict[Key, list[int]] = defaultdict(list)
         self.requests: dict[str, Request] = {}
         self.last_step_ns: int | None = None
         self.stall_since_ns: int | None = None
-        self.free: list[tuple[int, int]] = []
-        """(free blocks, end) of stretches of time that are over."""
-        self.num_free = core.manager.pool.num_free
-        self.begin_ns = core.log.now_ns
         self.live_in_step: dict[str, list[Sequence]] = {}
-        self.allocated_ns: dict[int, int] = {}
-        self.released_ns: dict[int, int] = {}
-        self.evicted: list[set[bytes]] = [set(), set()]
-        """What was evicted for want of room: lately, and before."""
+        self.openings: dict[str, Opening] = {}
         self.computed: defaultdict[tuple[str, int], int] = defaultdict(int)
         """Most tokens that a sequence ever had computed."""
         self.resumed: dict[str, int] = {}
         self.last_token_ns: dict[tuple[str, int], int] = {}
         self.finished: set[str] = set()
         self.preempted_ns: dict[str, int] = {}
+        self.pool = PoolWatch(core.manager.pool, self, lambda: self.now)
+        self.changes = ChangeWatch(core, self, self.pool)
+        self.transfers: TransferWatch | None = None
+        if isinstance(core.tiers, MemoryTiers):
+            self.transfers = TransferWatch(core.tiers, self, lambda: self.now, core.log.clock.monotonic_ns)
         self._attach()
 
     @property
     def now(self) -> int:
         return self.core.log.now_ns
 
-    def add(self, metric: Metric, amount: int = 1, *labels: str) -> None:
-        self.counts[metric, labels] += amount
-
-    def observe(self, metric: Metric, quantity: int, *labels: str) -> None:
-        self.observed[metric, labels].append(quantity)
-
     # ------------------------------------------------------------------ what is noted as it happens
 
     def _attach(self) -> None:
-        pool, manager = self.core.manager.pool, self.core.manager
+        manager = self.core.manager
         lifecycle, scheduler = self.core.scheduler.lifecycle, self.core.scheduler
-        _around(pool, "allocate", self._allocate)
-        _around(pool, "reuse", self._reuse)
-        _around(pool, "release", self._release)
-        _around(pool, "store", self._store)
-        _around(pool, "_evict", self._evict)
-        _around(pool, "clear_cache", self._clear)
-        _around(pool, "pin", self._pin)
-        _around(pool, "unpin", self._pin)
-        _around(manager, "open", self._open)
-        _around(lifecycle, "queue", self._queue)
-        _around(lifecycle, "fail_allocation", self._fail_allocation)
-        _around(lifecycle, "preempt", self._preempt)
-        _around(lifecycle, "note_token", self._token)
-        _around(lifecycle, "_finish", self._finish)
-        _around(scheduler, "apply", self._apply)
-        _around(self.core._executor, "execute", self._execute)
-        _around(self.core, "reject", self._reject)
-        _around(self.core, "prepare_resize", self._prepare_resize)
-        _around(self.core, "resize", self._resize)
-
-    def _note_free(self) -> None:
-        """The pool has just changed: what it was before lasted until now."""
-        self.free.append((self.num_free, self.now))
-        self.num_free = self.core.manager.pool.num_free
-
-    def _allocate(self, call: Callable[..., Any], count: int, owner: Any, reason: str, group: int = 0) -> Any:
-        blocks = call(count, owner, reason, group)
-        if blocks is not None:
-            self.add(m.KV_BLOCK_ALLOCATIONS, count, "device", reason)
-            if reason == "cow":
-                self.add(m.KV_BLOCK_COPIES, count, "device")
-            self.allocated_ns |= dict.fromkeys(blocks, self.now)
-        self._note_free()
-        return blocks
-
-    def _reuse(self, call: Callable[..., Any], blocks: list[int], owner: Any, group: int = 0) -> None:
-        pool = self.core.manager.pool
-        for block in blocks:
-            if pool.ref_counts[block] == 0:
-                self.observe(m.KV_BLOCK_REUSE_GAP, self.now - self.released_ns[block])
-        call(blocks, owner, group)
-        self._note_free()
-
-    def _release(self, call: Callable[..., Any], blocks: list[int], owner: Any, reason: str, group: int = 0) -> None:
-        self.add(m.KV_BLOCK_RELEASES, len(blocks), "device", reason)
-        call(blocks, owner, reason, group)
-        pool = self.core.manager.pool
-        self.released_ns |= {block: self.now for block in blocks if pool.ref_counts[block] == 0}
-        self._note_free()
-
-    def _store(self, call: Callable[..., Any], blocks: Any, hashes: list[BlockHash], *more: Any) -> None:
-        num_new = sum(self.core.manager.pool.find(content) is None for content in hashes)
-        self.add(m.KV_BLOCK_STORES, num_new, "device")
-        if num_new < len(hashes):
-            self.add(m.PREFIX_CACHE_DUPLICATE_BLOCKS, len(hashes) - num_new, "device")
-        call(blocks, hashes, *more)
-
-    def _pin(self, call: Callable[..., Any], hashes: Any) -> None:
-        call(hashes)
-        self._note_free()
-
-    def _evict(self, call: Callable[..., Any], count: int, beneficiary: str, reason: str) -> Any:
-        hashes = list(self.core.manager.pool.hashes)
-        blocks = call(count, beneficiary, reason)
-        self.add(m.KV_BLOCK_EVICTIONS, count, "device", reason)
-        for block in blocks:
-            self.observe(m.KV_BLOCK_LIFETIME, self.now - self.allocated_ns[block])
-            self.observe(m.KV_BLOCK_IDLE, self.now - self.released_ns[block])
-        gone = {content for block in blocks if (content := hashes[block]) is not None}
-        if reason == "pressure":
-            self.evicted[0] |= gone
-            if len(self.evicted[0]) >= self.core.manager.pool.num_blocks:
-                self.evicted = [set(), self.evicted[0]]
-        else:
-            self.evicted = [some - gone for some in self.evicted]
-        return blocks
-
-    def _clear(self, call: Callable[..., Any], *by: str) -> Any:
-        cached = call(*by)
-        self.evicted = [set(), set()]
-        return cached
+        around(manager, "open", self._open)
+        around(lifecycle, "queue", self._queue)
+        around(lifecycle, "start", self._start)
+        around(lifecycle, "fail_allocation", self._fail_allocation)
+        around(lifecycle, "preempt", self._preempt)
+        around(lifecycle, "note_token", self._token)
+        around(lifecycle, "_finish", self._finish)
+        around(scheduler, "apply", self._apply)
+        around(self.core._executor, "execute", self._execute)
+        around(self.core, "reject", self._reject)
 
     def _open(self, call: Callable[..., Any], owner: Any, prefix: Prefix, num_tokens: int) -> bool:
-        request, size = self.requests[owner.request], self.core.settings.block_size
-        hits, prompt = len(prefix) * size, request.num_prompt_tokens
-        if request.admitted_ns is None:
-            self.add(m.PROMPT_TOKENS, prompt)
-            self.observe(m.QUEUE_SECONDS, self.now - request.queued_ns)
-            if self.core.settings.enable_prefix_cache:
-                self.add(m.PREFIX_CACHE_QUERIED_TOKENS, prompt)
-                self.add(m.PREFIX_CACHE_HIT_TOKENS, hits, "device")
-                self.add(m.PREFIX_CACHE_GRANULARITY_LOST_TOKENS, prompt - (prompt - 1) // size * size)
-                self.add(m.PREFIX_CACHE_REGRETTED_TOKENS, self._num_regretted(request, len(prefix)) * size)
-        else:
-            self.observe(m.PREEMPTION_AWAY, self.now - self.preempted_ns[owner.request], "recompute")
-            self.add(m.PREFIX_CACHE_RESUMED_HIT_TOKENS, hits)
-            self.resumed[owner.request] = self.now
+        request = self.requests[owner.request]
+        num_regretted = 0
+        if request.admitted_ns is None and self.core.settings.enable_prefix_cache:
+            num_regretted = self._num_regretted(request, len(prefix) + self._num_further(request, len(prefix)))
         opened: bool = call(owner, prefix, num_tokens)
-        if owner.request in self.resumed and self._has_recovered(request.live_sequences(), {owner.sequence: hits}):
-            self.observe(m.RECOMPUTE_SECONDS, 0)
-            del self.resumed[owner.request]
+        if opened:
+            if self.transfers is not None:
+                self.transfers.restores.pop(owner.request, None)
+            self.openings[owner.request] = Opening(self.core.settings.block_size, len(prefix), num_regretted)
         return opened
+
+    def _start(self, call: Callable[..., Any], request: Request) -> None:
+        name, was_swapped = request.request_id, request.state is RequestState.SWAPPED
+        call(request)
+        if name in self.preempted_ns:
+            mode = "swap" if was_swapped else "recompute"
+            self.observe(m.PREEMPTION_AWAY, self.now - self.preempted_ns[name], mode)
+            if not was_swapped:
+                self.add(m.PREFIX_CACHE_RESUMED_HIT_TOKENS, sum(self._num_hit_tokens(name).values()))
+            self.resumed[name] = self.now
+            self._note_recovered(request)
+            return
+        prompt, opening = request.num_prompt_tokens, self.openings[name]
+        self.add(m.PROMPT_TOKENS, prompt)
+        self.observe(m.QUEUE_SECONDS, self.now - request.queued_ns)
+        if self.core.settings.enable_prefix_cache:
+            size = self.core.settings.block_size
+            self.add(m.PREFIX_CACHE_QUERIED_TOKENS, prompt)
+            self.add(m.PREFIX_CACHE_GRANULARITY_LOST_TOKENS, prompt - (prompt - 1) // size * size)
+        for tier, num_tokens in self._num_hit_tokens(name).items():
+            self.add(m.PREFIX_CACHE_HIT_TOKENS, num_tokens, tier)
+        self.add(m.PREFIX_CACHE_REGRETTED_TOKENS, opening.num_regretted * opening.size)
+
+    def _num_hit_tokens(self, name: str) -> Counter[str]:
+        opening = self.openings[name]
+        found = Counter(device=opening.num_hits * opening.size)
+        if self.transfers is not None:
+            for tier, num_blocks in self.transfers.num_restored(name).items():
+                found[tier] += num_blocks * opening.size
+        return found
+
+    def _num_further(self, request: Request, num_hits: int) -> int:
+        """Look for what tiers behind the device have of a prefix after its first blocks."""
+        if self.transfers is None or not request.is_restorable:
+            return 0
+        leader, size = request.live_sequences()[0], self.core.settings.block_size
+        num_blocks = (leader.num_tokens - 1) // size
+        hashes = leader.chain.upto(num_blocks, leader.tokens)[:num_blocks]
+        known = {content for watch in self.transfers.pools for content in watch.pool.hashes}
+        missing = (place for place, content in enumerate(hashes[num_hits:]) if content not in known)
+        return next(missing, num_blocks - num_hits)
 
     def _num_regretted(self, request: Request, num_hits: int) -> int:
         """Look for the longest prefix of which each group's part is there or was evicted, all of what is seen of it."""
@@ -182,16 +143,22 @@ class Oracle:
         can_hit = (request.num_prompt_tokens - 1) // size
         leader = request.live_sequences()[0]
         hashes = leader.chain.upto(can_hit, leader.tokens)[:can_hit]
-        known = {content for content in self.core.manager.pool.hashes if content is not None}.union(*self.evicted)
+        known = {content for content in self.pool.pool.hashes if content is not None}.union(*self.pool.evicted)
+        first = num_hits if self.transfers is not None else 0  # what comes before was found behind the device
         for length in range(can_hit, num_hits, -1):
             if all(
                 hash_in_group(hashes[index], group) in known
                 for group, window in enumerate(self.core.settings.windows)
-                for index in range(length)
+                for index in range(first, length)
                 if window is None or (index + 1) * size > length * size - window + 1
             ):
                 return length - num_hits
         return 0
+
+    def _note_recovered(self, request: Request) -> None:
+        live = request.live_sequences()
+        if request.request_id in self.resumed and self._has_recovered(live, _computed(live)):
+            self.observe(m.RECOMPUTE_SECONDS, self.now - self.resumed.pop(request.request_id))
 
     def _has_recovered(self, sequences: list[Sequence], computed: dict[int, int]) -> bool:
         """Whether the sequences have again what they ever had; `computed` says what each has now."""
@@ -206,9 +173,10 @@ class Oracle:
         call(*args, is_admission=is_admission)
 
     def _preempt(self, call: Callable[..., Any], victim: Request, beneficiary: Request | None, how: Any) -> None:
-        self.add(m.PREEMPTIONS, 1, how.mode, "blocks" if beneficiary else "memory")
+        self.add(m.PREEMPTIONS, 1, how.mode, "blocks" if beneficiary else how.reason)
         self.preempted_ns[victim.request_id] = self.now
         self.resumed.pop(victim.request_id, None)
+        self._note_computed(victim)
         call(victim, beneficiary, how)
 
     def _token(self, call: Callable[..., Any], sequence: Any) -> Any:
@@ -243,6 +211,11 @@ class Oracle:
         if since_ns is not None and in_step and self._has_recovered(in_step, _computed(in_step)):
             self.observe(m.RECOMPUTE_SECONDS, self.now - since_ns)  # and ended in the same step
         self._end_stall()
+        del self.requests[request.request_id]
+        for sequence in request.sequences:
+            key = (request.request_id, sequence.index)
+            self.last_token_ns.pop(key, None)
+            self.computed.pop(key, None)
 
     def _execute(self, call: Callable[..., Any], step: StepInput) -> StepResult:
         self.add(m.COMPUTED_TOKENS, step.num_tokens)
@@ -275,44 +248,22 @@ class Oracle:
         self.add(m.REQUESTS_REJECTED, 1, refusal.reason)
         call(refusal)
 
-    def _prepare_resize(self, call: Callable[..., Any], num_blocks: int) -> Any:
-        try:
-            return call(num_blocks)
-        except ChangeRefused:
-            self.add(m.POOL_REBUILDS, 1, "refused")
-            raise
-
-    def _resize(self, call: Callable[..., Any], prepared: PreparedResize) -> None:
-        started_ns = self.core.log.clock.monotonic_ns()
-        try:
-            call(prepared)
-        except ChangeFailed:
-            self.add(m.POOL_REBUILDS, 1, "failed")
-            raise
-        else:
-            self.add(m.POOL_REBUILDS, 1, "resized")
-            for times in (self.allocated_ns, self.released_ns):
-                times |= {new: times[old] for old, new in prepared.plan.moves.items() if old in times}
-            self.free.clear()
-            self.num_free, self.begin_ns = self.core.manager.pool.num_free, self.now
-        finally:
-            self.observe(m.POOL_REBUILD_SECONDS, self.core.log.clock.monotonic_ns() - started_ns)
-
     def _complete(self) -> None:
         """A step is over: read what the engine has now."""
         lifecycle, now = self.core.scheduler.lifecycle, self.now
-        for request in self.requests.values():
-            live = request.live_sequences()
-            if request.request_id in self.resumed and self._has_recovered(live, _computed(live)):
-                self.observe(m.RECOMPUTE_SECONDS, now - self.resumed.pop(request.request_id))
+        for name in list(self.resumed):
+            self._note_recovered(self.requests[name])
         for request in lifecycle.running:
-            for sequence in request.live_sequences():
-                key = (request.request_id, sequence.index)
-                self.computed[key] = max(self.computed[key], sequence.num_computed)
+            self._note_computed(request)
         if self.stall_since_ns is not None:
             self.add(m.KV_STALL_SECONDS, now - self.stall_since_ns)
         self.stall_since_ns = now if "blocks" in self._reasons() else None
         self.last_step_ns = now
+
+    def _note_computed(self, request: Request) -> None:
+        for sequence in request.live_sequences():
+            key = (request.request_id, sequence.index)
+            self.computed[key] = max(self.computed[key], sequence.num_computed)
 
     def _end_stall(self) -> None:
         if self.stall_since_ns is not None and "blocks" not in self._reasons():
@@ -328,23 +279,15 @@ class Oracle:
     def gauges(self, offset_ns: int) -> dict[Key, float]:
         """Return every gauge, and no other."""
         pool, settings, lifecycle = self.core.manager.pool, self.core.settings, self.core.scheduler.lifecycle
-        used = [block for block in range(1, pool.num_blocks) if pool.ref_counts[block]]
-        cached = [b for b in range(1, pool.num_blocks) if not pool.ref_counts[b] and pool.hashes[b] is not None]
         kept = {content for pin in self.core.pins.all() for content in pin.hashes}
         pinned = [block for block in range(1, pool.num_blocks) if pool.hashes[block] in kept]
-        size, capacity = settings.block_size, pool.num_blocks - 1
         reasons = Counter(self._reasons())
         queue = [each.queued_ns for each in (*lifecycle.waiting, *lifecycle.arriving)]
         found: dict[Key, float | None] = {
-            (m.KV_BLOCK_CAPACITY, ("device",)): capacity,
-            (m.KV_BLOCKS, ("device", "", "empty")): capacity - len(used) - len(cached),
-            (m.KV_FREE_BLOCKS, ("device",)): capacity - len({*used, *pinned}),
             (m.KV_PINNED_BLOCKS, ("device",)): len(pinned),
-            (m.KV_USAGE_RATIO, ("device",)): len(used) / capacity,
             (m.KV_WATERMARK_BLOCKS, ("device",)): settings.watermark_blocks,
-            (m.KV_ORPHANED_BLOCKS, ("device",)): 0,
-            (m.KV_BLOCK_SIZE_TOKENS, ()): size,
-            (m.KV_BLOCK_BYTES, ()): self.core.snapshot().block_bytes,
+            (m.KV_BLOCK_SIZE_TOKENS, ()): settings.block_size,
+            (m.KV_BLOCK_BYTES, ()): self.core.block_bytes,
             (m.REQUESTS, ("running",)): len(lifecycle.running),
             (m.REQUESTS, ("waiting",)): sum(each.state is RequestState.WAITING for each in lifecycle.requests()),
             (m.REQUESTS, ("swapped",)): sum(each.state is RequestState.SWAPPED for each in lifecycle.requests()),
@@ -357,40 +300,30 @@ class Oracle:
         states = ("running", "draining", "stalled", "stopped", "failed")
         found |= {(m.ENGINE_STATE, (state,)): state == "running" for state in states}
         found |= {(m.CONFIG_VALUE, (key,)): number for key, number in settings.numbers().items()}
-        for number in range(len(settings.windows)):
-            found |= self._group(number, used, cached)
-        found |= self._extremes(capacity)
+        found |= {(m.CONFIG_DRIFT, (key,)): number for key, number in self.core.config_drift.items()}
+        num_idle_pinned = sum(not pool.ref_counts[block] for block in pinned)
+        found |= self.pool.gauges(settings.block_size, len(settings.windows), num_idle_pinned)
+        live = {request.request_id for request in lifecycle.requests()}
+        if self.transfers is not None:
+            found |= self.transfers.gauges(settings.block_size)
+            live |= self.transfers.requests
+        found |= self._orphans(live)
         return {key: number for key, number in found.items() if number is not None}
 
-    def _group(self, number: int, used: list[int], cached: list[int]) -> dict[Key, float | None]:
-        """Return what one KV group has of the blocks that are used and cached."""
-        pool, size = self.core.manager.pool, self.core.settings.block_size
-        group = self.core.manager.groups[number]
-        mine = [block for block in used if not pool.groups or pool.groups[block] == number]
-        held, filled = len(mine) * size, sum(pool.filled_slots[block] for block in mine)
-        entries = sum(block != 0 for table in group.tables.values() for block in table)
-        assert {block for table in group.tables.values() for block in table if block} == set(mine)
-        place = ("device", str(number))
-        return {
-            (m.KV_BLOCKS, (*place, "used")): len(mine),
-            (m.KV_BLOCKS, (*place, "cached")): sum(not pool.groups or pool.groups[b] == number for b in cached),
-            (m.KV_TOKEN_CAPACITY, place): (pool.num_blocks - 1) * size,
-            (m.KV_HELD_SLOTS, place): held,
-            (m.KV_FILLED_SLOTS, place): filled,
-            (m.KV_WASTE_RATIO, place): 1 - filled / held if held else 0.0,
-            (m.KV_SHARED_BLOCKS, place): sum(pool.ref_counts[block] > 1 for block in mine),
-            (m.KV_SHARING_SAVED_BLOCKS, place): entries - len(mine),
-        }
-
-    def _extremes(self, capacity: int) -> dict[Key, float | None]:
-        begin = self.now - WINDOW_NS
-        if begin < self.begin_ns:
-            return {}
-        lowest = min([self.core.manager.pool.num_free, *(number for number, end in self.free if end > begin)])
-        return {
-            (m.KV_FREE_BLOCKS_MIN, ("device", "60s")): lowest,
-            (m.KV_USAGE_RATIO_MAX, ("device", "60s")): (capacity - lowest) / capacity,
-        }
+    def _orphans(self, live: set[str]) -> dict[Key, float]:
+        """Return how many blocks of each tier nobody holds who is live, or whose blocks are on their way."""
+        tiers, tables = self.core.tiers, list[SequenceState](self.core.manager.to_states())
+        watches = [self.pool]
+        if tiers is not None and self.transfers is not None:
+            tables += tiers.sequences()
+            watches += self.transfers.pools
+        found: dict[Key, float] = {}
+        for watch in watches:
+            held = _blocks(each for each in tables if each.tier == watch.tier)
+            assert held == set(watch.used), f"who holds what in {watch.tier}"
+            kept = _blocks(each for each in tables if each.tier == watch.tier and each.request in live)
+            found[m.KV_ORPHANED_BLOCKS, (watch.tier,)] = len(held - kept)
+        return found
 
     def differences(self, view: View, offset_ns: int, *, is_clock_real: bool = False) -> list[str]:
         """Compare a view with all of this. With a real clock, times of day and of the engine's work are left out."""
@@ -404,16 +337,10 @@ class Oracle:
         counted = {key: amount / divisors.get(key[0], 1) for key, amount in self.counts.items()}
         found += _unequal(counters, dict.fromkeys(counters, 0.0) | counted)
         for sample in view.histograms:
-            observed = self.observed.pop((sample.metric, sample.labels), [])
-            self.observed[sample.metric, sample.labels] = observed
-            scale = 1e9 if sample.metric.unit == "seconds" else 1
-            counts = [0] * (len(sample.bounds) + 1)
-            for quantity in observed:
-                counts[bisect_left([round(bound * scale) for bound in sample.bounds], quantity)] += 1
-            wanted = (tuple(counts), sum(observed) / scale)
+            wanted = self.binned(sample.metric, sample.labels, sample.bounds)
             told = (sample.counts, sample.sum)
             if sample.metric is m.STEP_DURATION and is_clock_real:
-                wanted, told = ((len(observed),), 0.0), ((sample.count,), 0.0)
+                wanted, told = ((sum(wanted[0]),), 0.0), ((sample.count,), 0.0)
             if told != wanted:
                 found.append(f"{sample.metric.name}{sample.labels}: view {told} != engine {wanted}")
         shown = {(sample.metric, sample.labels) for sample in view.histograms}
@@ -423,6 +350,10 @@ class Oracle:
 
 def _computed(sequences: list[Sequence]) -> dict[int, int]:
     return {sequence.index: sequence.num_computed for sequence in sequences}
+
+
+def _blocks(tables: Iterable[SequenceState]) -> set[int]:
+    return {block for table in tables for block in table.block_ids if block}
 
 
 def _shown(label: str) -> str:
@@ -435,14 +366,3 @@ def _unequal(told: dict[Key, float], expected: dict[Key, float]) -> list[str]:
         for metric, labels in told.keys() | expected.keys()
         if told.get((metric, labels)) != expected.get((metric, labels))
     ]
-
-
-def _around(thing: Any, name: str, note: Callable[..., Any]) -> None:
-    """Have calls of a method go through `note`, which gets the method first."""
-    method = getattr(thing, name)
-
-    @wraps(method)
-    def noted(*args: Any, **more: Any) -> Any:
-        return note(method, *args, **more)
-
-    setattr(thing, name, noted)
