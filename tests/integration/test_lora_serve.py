@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -65,6 +66,42 @@ def test_adapters_of_the_command_line_have_series_of_their_own_and_loaded_ones_a
     assert len(set(texts.values())) == 4
     assert after["kvwatch_ledger_violations_total"] == 0
     assert str(server.wait_for("adapter loaded")["adapter"]) in "abc"
+
+
+COME_LATER = {
+    "kvwatch_kv_free_blocks_min", "kvwatch_kv_usage_ratio_max", "kvwatch_oldest_waiting_timestamp_seconds",
+}  # fmt: skip
+"""Series of a page that are there after a minute, or while somebody waits."""
+
+
+def test_fifty_adapters_and_a_thousand_tenants_add_no_series_to_the_page_of_a_server(
+    folder: Path, adapters: Path, tmp_path: Path
+) -> None:
+    """llm-d-batch-gateway#202, vllm#11117 (O70): every tenant and adapter made series of its own."""
+    flags = ["--served-model-name", MODEL, "--lora-dir", str(adapters), "--max-loras", "50"]
+    with serve_process(folder, *flags, "--flight-dir", str(tmp_path)) as server, httpx.Client(timeout=120) as client:
+        for number in range(50):
+            body = {"lora_name": f"adapter-{number}", "lora_path": "abc"[number % 3]}
+            assert client.post(f"{server.api}/load_lora_adapter", json=body).status_code == 200
+
+        def ask(number: int) -> int:
+            body = {"model": f"adapter-{number % 50}", "prompt": "a", "max_tokens": 1, "ignore_eos": True}
+            headers = {"x-kvwatch-tenant": f"tenant-{number}"}
+            return client.post(f"{server.api}/completions", json=body, headers=headers).status_code
+
+        def page() -> dict[str, float]:
+            return {name: n for name, n in server.metrics().items() if name.partition("{")[0] not in COME_LATER}
+
+        assert ask(1000) == 200
+        before = page()
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(ask, range(1000))) == {200}
+        after = page()
+
+    assert after.keys() == before.keys()
+    assert 400 < len(after) <= 750 - len(COME_LATER)
+    finished = {name: n for name, n in after.items() if name.startswith("kvwatch_requests_finished_total") and n}
+    assert finished == {'kvwatch_requests_finished_total{lora="other",reason="length",tenant="other"}': 1001}
 
 
 def test_the_load_generator_finds_no_text_of_one_adapter_in_the_answers_of_another(

@@ -1,6 +1,10 @@
 """`kvwatch serve` records what it serves, on disk and in its flight recorder, through signals and kills."""
 
+import contextlib
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,3 +90,40 @@ def test_a_killed_server_leaves_what_it_did_last(server: ServerProcess, tmp_path
         ledger = ledger_at(recording)
         assert ledger.pool("device").num_cached > 0
     assert any(isinstance(event, ev.RequestFinished) for event in read_events(ring))
+
+
+def keep_asking(server: ServerProcess) -> None:
+    """Be served until the server is gone."""
+    with contextlib.suppress(Exception):
+        while True:
+            complete(server, max_tokens=60)
+
+
+def test_a_server_that_is_killed_under_load_leaves_its_last_steps_to_the_replay_command(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    clients = [threading.Thread(target=keep_asking, args=(server,)) for _ in range(6)]
+    for client in clients:
+        client.start()
+    (ring,) = (tmp_path / "flight").glob("*.kvring")
+    deadline = time.monotonic() + 60
+    while sum(isinstance(event, ev.RequestFinished) for event in read_events(ring)) < 8:
+        assert time.monotonic() < deadline, "nobody is served"
+        time.sleep(0.1)
+    killed_ns = time.monotonic_ns()
+    server.process.kill()
+    server.process.wait(10)
+    for client in clients:
+        client.join(60)
+
+    steps = [event for event in read_events(ring) if isinstance(event, ev.StepCompleted)]
+    command = [sys.executable, "-m", "kvwatch", "replay", str(ring), "--step", str(steps[-1].step), "--json"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert f'"step": {steps[-1].step}' in shown.stdout
+    assert len(steps) > 50
+    assert killed_ns - steps[-1].time_ns < 10e9, "the last seconds are missing"
+    with Recording(ring) as recording:
+        ledger = ledger_at(recording)
+    assert ledger.num_running + ledger.num_waiting > 0, "it was killed under load"
+    assert ledger.pool("device").num_used > 0
