@@ -19,6 +19,7 @@ from kvwatch.admin.site import Site
 from kvwatch.admin.tokens import TokenFile
 from kvwatch.http_protocol import BoundedStreamProtocol
 from kvwatch.ledger.collector import Follower
+from kvwatch.ledger.pace import POLL_SECONDS
 from kvwatch.ledger.view import Sample
 from kvwatch.listener import Listener
 from kvwatch.telemetry import metrics as m
@@ -41,6 +42,7 @@ class AdminPart:
 
     name = NAME
     follower: Follower | None = None
+    period_seconds = POLL_SECONDS
 
     def __init__(self, options: AdminOptions, engines: AdminEngines, clock: Clock | None = None) -> None:
         self._options = options

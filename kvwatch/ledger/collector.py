@@ -15,7 +15,7 @@ from typing import Protocol
 import structlog
 
 from kvwatch.errors import ControlError
-from kvwatch.ledger.pace import next_tick
+from kvwatch.ledger.pace import POLL_SECONDS, next_tick
 from kvwatch.telemetry.log import EventLog, GapError
 from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import EngineSnapshot
@@ -65,10 +65,16 @@ class Collector:
         take_snapshot: Asks the engine for its state, with a timeout in seconds; raises `ControlError` if it is late.
         follower: What is kept up to date.
         name: Label of the collector's own metrics.
+        period_seconds: How often it looks at the log.
     """
 
     def __init__(
-        self, log: EventLog, take_snapshot: Callable[[float], EngineSnapshot], follower: Follower, name: str = "ledger"
+        self,
+        log: EventLog,
+        take_snapshot: Callable[[float], EngineSnapshot],
+        follower: Follower,
+        name: str = "ledger",
+        period_seconds: float = POLL_SECONDS,
     ) -> None:
         self._log = log
         self._take_snapshot = take_snapshot
@@ -77,6 +83,7 @@ class Collector:
         self._is_attached = False
         self._needs_snapshot = True
         self._logged_ns: int | None = None
+        self._period_seconds = period_seconds
         self.name = name
         self.num_errors = 0
         """Errors in here or in the follower."""
@@ -132,7 +139,7 @@ class Collector:
         """Collect until `stop` is set."""
         while not stop.is_set():
             if not self._needs_snapshot:
-                await (asyncio.sleep(0) if self.drain() == BATCH else next_tick())
+                await (asyncio.sleep(0) if self.drain() == BATCH else next_tick(self._period_seconds))
             elif not await self._heal_off_loop():
                 await _sleep(RETRY_SECONDS, stop)
 

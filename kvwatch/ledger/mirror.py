@@ -52,7 +52,7 @@ class Mirror:
     def __init__(
         self,
         clock: Clock,
-        view_interval_seconds: float = 0.1,
+        view_interval_seconds: float = 0.5,
         *,
         series: SeriesSettings | None = None,
         window_seconds: int = WINDOW_SECONDS,

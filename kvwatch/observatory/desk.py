@@ -12,6 +12,7 @@ from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.insight.diagnosis import DiagnosisReport, EngineDiagnosis, Lookback, Reading
 from kvwatch.insight.diagnosis.lookback import LOOK_SECONDS
 from kvwatch.ledger.collector import Follower
+from kvwatch.ledger.pace import POLL_SECONDS
 from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.telemetry.clock import Clock
 
@@ -33,6 +34,7 @@ class DiagnosisDesk:
 
     name = "diagnosis"
     follower: Follower | None = None
+    period_seconds = POLL_SECONDS
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ class Observatory:
         series: SeriesSettings | None = None,
         exemplars: ExemplarStore | None = None,
         has_vllm_aliases: bool = False,
-        view_interval_seconds: float = 0.1,
+        view_interval_seconds: float = 0.5,
         render_interval_seconds: float = 1.0,
     ) -> None:
         options = WatchOptions(

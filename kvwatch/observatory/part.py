@@ -21,6 +21,11 @@ class Part(Protocol):
         """What the log's events are brought to; none if it needs none."""
         ...
 
+    @property
+    def period_seconds(self) -> float:
+        """How often they are brought: `POLL_SECONDS` unless somebody acts on them sooner."""
+        ...
+
     def open(self) -> None:
         """Take what may be refused (ports, files) on the caller's thread, before anything runs.
 

@@ -44,7 +44,7 @@ class WatchOptions:
     series: SeriesSettings | None = None
     exemplars: ExemplarStore | None = None
     has_vllm_aliases: bool = False
-    view_interval_seconds: float = 0.1
+    view_interval_seconds: float = 0.5
     feeds: frozenset[Metric] | None = None
     """For a foreign engine the metrics that its events can feed; the others are absent."""
     samples: Callable[[], Iterable[Sample | HistogramSample]] = tuple
@@ -137,9 +137,10 @@ class Watch:
     def attach(self) -> None:
         """Subscribe all followers to the log."""
         parts = self._options.parts
-        followers = [("ledger", self.mirror), *((part.name, part.follower) for part in parts)]
+        take = self.control.snapshot
+        self.collectors.append(Collector(self.log, take, self.mirror))
         self.collectors += [
-            Collector(self.log, self.control.snapshot, follower, name) for name, follower in followers if follower
+            Collector(self.log, take, part.follower, part.name, part.period_seconds) for part in parts if part.follower
         ]
 
     def tasks(self, stop: asyncio.Event) -> list[Coroutine[Any, Any, None]]:

@@ -23,7 +23,7 @@ import msgspec
 from kvwatch.errors import ConfigError, ExporterError
 from kvwatch.ledger.collector import Follower
 from kvwatch.ledger.ledger import Ledger
-from kvwatch.ledger.pace import next_tick
+from kvwatch.ledger.pace import POLL_SECONDS, next_tick
 from kvwatch.ledger.view import Sample
 from kvwatch.recorder.flight import FlightRecorder, FlightSettings
 from kvwatch.recorder.frames import Span
@@ -44,7 +44,6 @@ FILES_NAME, FLIGHT_NAME = "recorder-files", "recorder-flight"
 MIN_FILE_BYTES = 16 * 1024
 MIN_FLIGHT_BYTES = 256 * 1024
 DUMPS_KEPT = 16
-POLL_SECONDS = 0.2
 
 
 class LiveState(Protocol):
@@ -99,6 +98,7 @@ class RecorderPart:
     """
 
     name = NAME
+    period_seconds = POLL_SECONDS
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class RecorderPart:
         """Look for what asks for a dump, until `stop` is set."""
         while not stop.is_set():
             self.poll()
-            await next_tick(POLL_SECONDS)
+            await next_tick()
 
     def poll(self) -> None:
         """Do what was asked for, and look whether ledger and engine still agree."""

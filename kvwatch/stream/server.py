@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from kvwatch.control import EngineControl
 from kvwatch.errors import ControlError, ExporterError
 from kvwatch.ledger.collector import Follower
+from kvwatch.ledger.pace import POLL_SECONDS
 from kvwatch.ledger.view import Sample
 from kvwatch.stream.access import LISTEN_SETTING, StreamOptions, TokenGuard, Tokens, make_credentials, reserve
 from kvwatch.stream.codec import StreamError, StructCodec
@@ -120,6 +121,7 @@ class TelemetryServer:
 
     name = NAME
     follower: Follower | None = None
+    period_seconds = POLL_SECONDS
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ from kvwatch.exporters.otel.settings import Endpoint, OtelSettings, parse_endpoi
 from kvwatch.exporters.otel.spans import FinishedTrace, SpanBuilder
 from kvwatch.exporters.otel.text import clean
 from kvwatch.exporters.otel.transport import FailureReasons, Transport, make_transport
+from kvwatch.ledger.pace import POLL_SECONDS
 from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.telemetry.clock import Clock
 
@@ -68,6 +69,7 @@ class OtelPart:
     """
 
     name = "otel"
+    period_seconds = POLL_SECONDS
 
     def __init__(
         self,

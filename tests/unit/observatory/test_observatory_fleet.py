@@ -11,6 +11,7 @@ from foreign_stage import ForeignEngine, block
 from kvwatch.errors import ExporterError
 from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.ledger.collector import Follower
+from kvwatch.ledger.pace import POLL_SECONDS
 from kvwatch.ledger.view import Sample
 from kvwatch.observatory.fleet import Fleet
 from kvwatch.observatory.watch import Watch, WatchOptions
@@ -23,6 +24,7 @@ class BadPart:
 
     name = "bad"
     follower: Follower | None = None
+    period_seconds = POLL_SECONDS
 
     def __init__(self, where: str) -> None:
         self._where = where
