@@ -25,8 +25,8 @@ ODD = [
     "/admin/v1/poo%6c", "/admin/v1/%70ool", "/admin%2fv1%2fpool", "/admin/v1//pool", "//admin/v1/pool",
     "/admin/v1/pool/", "/admin/v1/./pool", "/admin/v1/x/../pool", "/admin/v1/%2e%2e/v1/pool", "/admin/v1/pool%00",
     "/admin/v1/pool%20", "/ADMIN/v1/pool", "/admin/v2/pool", "/admin/v1/pool;x=1", "/admin\\v1\\pool",
-    "/admin/v1/requests/%2e%2e",
-    "/admin/v1/requests/a%2Fb", "/admin/v1/requests/%ff", "/admin/v1/requests/%zz", "/admin/v1/requests/", "/", "",
+    "/admin/v1/requests/%2e%2e", "/admin/v1/requests%2Fnothing", "/admin/v1/requests/a/b",
+    "/admin/v1/requests/%ff", "/admin/v1/requests/%zz", "/admin/v1/requests/", "/", "",
     "/admin/v1", "/metrics", "/docs", "/health", "http://127.0.0.1/admin/v1/pool", "/admin/v1/requests/%0a",
 ]  # fmt: skip
 

@@ -1,7 +1,8 @@
 """Finds the operation of a request by the bytes of its path. What is not listed is not there.
 
 Fixed parts must be written exactly as they are listed: no percent-encoding, no dots, no doubled slashes, no slash at
-the end. Parameters are decoded once, strictly.
+the end. Parameters are decoded once, strictly, after the path was divided: names of requests and adapters may hold
+slashes, and an encoded one never divides.
 """
 
 import re
@@ -73,4 +74,4 @@ def _decode(part: bytes) -> str | None:
         value = unquote_to_bytes(part).decode("utf-8")
     except UnicodeDecodeError:
         return None
-    return value if value.isprintable() and value not in {".", ".."} and "/" not in value else None
+    return value if value.isprintable() and value not in {".", ".."} else None

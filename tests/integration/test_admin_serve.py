@@ -81,8 +81,8 @@ def test_adapters_are_loaded_and_unloaded(folder: Path, tmp_path: Path) -> None:
         with httpx.Client(base_url=str(ready["admin"]), headers=headers, timeout=60, trust_env=False) as client:
             assert client.get("/adapters").json() == {"adapters": []}
 
-            loaded = client.post("/adapters", json={"reason": "try", "name": "first", "path": "one"})
-            again = client.post("/adapters", json={"reason": "try", "name": "first", "path": "one"})
+            loaded = client.post("/adapters", json={"reason": "try", "name": "team/first", "path": "one"})
+            again = client.post("/adapters", json={"reason": "try", "name": "team/first", "path": "one"})
             outside = client.post("/adapters", json={"reason": "try", "name": "other", "path": "../tokens"})
 
             assert loaded.status_code == 200, loaded.text
@@ -90,8 +90,8 @@ def test_adapters_are_loaded_and_unloaded(folder: Path, tmp_path: Path) -> None:
             assert [again.status_code, outside.status_code] == [409, 409]
             assert client.get("/adapters").json()["adapters"] == [loaded.json()["adapter"]]
             with server.openai() as openai:
-                assert "first" in {model.id for model in openai.models.list().data}
-            assert client.post("/adapters/first/unload", json={"reason": "done"}).status_code == 200
-            assert client.post("/adapters/first/unload", json={"reason": "done"}).status_code == 404
+                assert "team/first" in {model.id for model in openai.models.list().data}
+            assert client.post("/adapters/team%2Ffirst/unload", json={"reason": "done"}).status_code == 200
+            assert client.post("/adapters/team%2Ffirst/unload", json={"reason": "done"}).status_code == 404
             outcomes = [entry["outcome"] for entry in client.get("/audit").json()["entries"]]
             assert outcomes == ["done", "refused", "refused", "done"]

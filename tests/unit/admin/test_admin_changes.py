@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -411,15 +412,17 @@ def test_admission_pauses_for_a_time_and_goes_on(stage: AdminStage) -> None:
         assert actions == ["admission.resume", "admission.pause"]
 
 
-def test_a_request_is_ended(stage: AdminStage) -> None:
-    stage.submit("long one")
+@pytest.mark.parametrize("request_id", ["long one", "team/long", "/", "../pool"])
+def test_a_request_is_ended_whatever_its_name(stage: AdminStage, request_id: str) -> None:
+    stage.submit(request_id)
     stage.wait_running(1)
+    path = f"/requests/{quote(request_id, safe='')}"
     with stage.client("operate") as client:
-        shown = client.get("/requests/long%20one").json()
-        assert shown["num_blocks"] >= 3
+        shown = client.get(path).json()
+        assert (shown["request"], shown["num_blocks"] >= 3) == (request_id, True)
 
-        answer = client.post("/requests/long%20one/abort", json={"reason": "too long"})
-        again = client.post("/requests/long%20one/abort", json={"reason": "too long"})
+        answer = client.post(f"{path}/abort", json={"reason": "too long"})
+        again = client.post(f"{path}/abort", json={"reason": "too long"})
 
     assert (answer.status_code, again.status_code) == (200, 404)
     assert stage.engine.num_live_requests == 0
