@@ -33,6 +33,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "r": 16, "use_rslora": True, "lora_alpha": 4,
         "rank_pattern": {"down_proj": 3, "layers.1.self_attn.k_proj": 5}, "alpha_pattern": {"up_proj": 7.5},
     },
+    "patterns that begin or end a name": {
+        "r": 8, "rank_pattern": {r"^model\.layers\.1\.mlp\.up_proj$": 2, "q_proj": 3, "k_proj$": 6},
+        "alpha_pattern": {"^model.layers.0.self_attn.o_proj": 31, r"self_attn\.v_proj": 5, "v_proj": 50},
+    },
     "some layers, by a regular expression": {
         "r": 8, "target_modules": r".*\.(0|2)\.(mlp\.(up|gate)_proj|self_attn\.o_proj)"
     },

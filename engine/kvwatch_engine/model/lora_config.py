@@ -1,7 +1,8 @@
 """Reads the `adapter_config.json` of a PEFT folder: which layers an adapter changes, and how much.
 
 What would load and then compute something else is refused by name. A key that is not known here is harmless only while
-it holds nothing. Regular expressions of adapters are never run: one that never ends would stop the server.
+it holds nothing. Regular expressions of adapters are never run: one that never ends would stop the server. Patterns of
+ranks and alphas are read as far as they are names.
 """
 
 import json
@@ -17,10 +18,10 @@ CONFIG_FILE: Final = "adapter_config.json"
 
 _HARMLESS = frozenset(
     {
-        "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules",
-        "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
-        "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
-        "runtime_config", "target_modules", "task_type", "use_rslora",
+        "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config",
+        "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
+        "lora_dropout", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+        "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
     }
 )  # fmt: skip
 """Keys that are read here, or that matter while an adapter is trained only."""
@@ -28,7 +29,18 @@ _HARMLESS = frozenset(
 _HARMLESS_INITS = ("gaussian", "eva", "orthogonal")
 """Initialisations, beside the default, that leave the base model's weights alone; an adapter fits no other ones."""
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
+_REASONS: Final = {
+    "use_dora": "DoRA scales rows of the base model's weights, whose lengths are not known once these are packed",
+    "modules_to_save": "layers of its own in place of the base model's (embeddings, output projection) share no batch",
+    "trainable_token_indices": "embeddings of its own share no batch",
+    "lora_bias": "trained biases are not computed",
+    "layer_replication": "all adapters share the base model's layers as they are",
+    "target_parameters": "only whole linear layers are computed with adapters",
+}
+"""Why what adapters may have is refused."""
+
+_PATTERN = re.compile(r"(\^?)((?:[A-Za-z0-9_]|\\?\.)+)\$?")
+"""A regular expression that says no more than a name does: `^` makes it a whole one."""
 _MAX_RANK = 1 << 16
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -110,9 +122,16 @@ def _refuse_unsupported(raw: dict[str, object]) -> None:
         )
     for key, value in raw.items():
         if key not in _HARMLESS and value:
-            raise AdapterError(f"{key[:64]} is not supported; it must be absent or empty")
+            raise AdapterError(_not_supported(key[:64]))
     if raw.get("exclude_modules") and isinstance(raw["exclude_modules"], str):
         raise AdapterError("exclude_modules is a regular expression, which is not supported; give a list of names")
+
+
+def _not_supported(key: str) -> str:
+    reason = _REASONS.get(key)
+    if reason is None:
+        return f"{key} is not supported; it must be absent or empty"
+    return f"{key} is not supported: {reason}; merge the adapter into the base model, and serve that"
 
 
 def _rank(key: str, value: object) -> int:
@@ -138,15 +157,19 @@ def _names(raw: dict[str, object], key: str) -> tuple[str, ...] | None:
 
 
 def _pattern(raw: dict[str, object], key: str) -> list[tuple[str, object]]:
+    """Return names and values of a pattern; `^` marks a name that is a whole one. Of equal names the first counts."""
     value = raw.get(key) or {}
     if not isinstance(value, dict):
         raise AdapterError(f"{key} is {_shown(value)}; it must be an object")
-    for name in value:
-        if not _PLAIN_NAME.fullmatch(name):
+    found: dict[str, object] = {}
+    for pattern, each in value.items():
+        match = _PATTERN.fullmatch(pattern)
+        if match is None:
             raise AdapterError(
-                f"{key} has the key {_shown(name)}: regular expressions are not supported, write names of modules"
+                f"{key} has the key {_shown(pattern)}: regular expressions are not supported, write names of modules"
             )
-    return list(value.items())
+        found.setdefault(match[1] + match[2].replace("\\", ""), each)
+    return list(found.items())
 
 
 def _layer_indices(value: object) -> frozenset[int] | None:
@@ -159,8 +182,12 @@ def _layer_indices(value: object) -> frozenset[int] | None:
 
 
 def _key(pattern: Mapping[str, object], module: str) -> str:
-    """Return the first key of a pattern that a module's name ends with; its name if there is none."""
-    return next((key for key in pattern if _ends_with(module, key)), module)
+    """Return the first key of a pattern that means a module; the module's name if there is none."""
+    return next((key for key in pattern if _means(key, module)), module)
+
+
+def _means(key: str, module: str) -> bool:
+    return module == key[1:] if key.startswith("^") else _ends_with(module, key)
 
 
 def _ends_with(module: str, name: str) -> bool:

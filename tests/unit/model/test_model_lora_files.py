@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from lora_adapters import make_adapter
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny_model
 
 from kvwatch_engine.contracts.errors import AdapterError
 from kvwatch_engine.model.adapters import AdapterStore
 from kvwatch_engine.model.loader import load_model
+from kvwatch_engine.model.lora_config import parse_config
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -92,8 +94,10 @@ def test_half_precision_is_widened(stage: Stage) -> None:
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
         ({"peft_type": None}, "peft_type is None"),
         ({"bias": "all"}, "bias is 'all'"),
-        ({"use_dora": True}, "use_dora is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+        ({"use_dora": True}, "use_dora is not supported: DoRA scales rows of the base model's weights"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported: layers of its own"),
+        ({"modules_to_save": ["lm_head"]}, "merge the adapter into the base model, and serve that"),
+        ({"lora_bias": True}, "lora_bias is not supported: trained biases"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out is not supported"),
         ({"a_method_of_the_future": {"x": 1}}, "a_method_of_the_future is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model's weights"),
@@ -110,6 +114,10 @@ def test_half_precision_is_widened(stage: Stage) -> None:
         ({"rank_pattern": {"q_proj": "9"}}, "rank_pattern.q_proj is '9'"),
         ({"rank_pattern": ["q_proj"]}, "rank_pattern is ['q_proj']; it must be an object"),
         ({"rank_pattern": {"(a+)+$": 8}}, "regular expressions are not supported"),
+        ({"rank_pattern": {".*q_proj": 8}}, "rank_pattern has the key '.*q_proj': regular expressions"),
+        ({"alpha_pattern": {"q_proj|k_proj": 8}}, "alpha_pattern has the key 'q_proj|k_proj': regular expressions"),
+        ({"rank_pattern": {"": 8}}, "rank_pattern has the key '': regular expressions"),
+        ({"rank_pattern": {"^q_proj": 99}}, "rank is 99, but the limit is 16"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
         ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
         ({"lora_alpha": 10**400}, "lora_alpha is 1000000"),
@@ -130,6 +138,32 @@ def test_a_configuration_that_is_wrong_or_asks_for_more_is_refused(
     stage.configure(**values)
 
     assert reason in stage.refused()
+
+
+MODULES = [
+    f"model.layers.{layer}.{part}"
+    for layer in (0, 1, 10)
+    for part in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.q_proj")
+]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        {"q_proj": 3},
+        {"^q_proj": 3, "self_attn.q_proj": 4},
+        {r"^model\.layers\.1\.mlp\.up_proj": 3, r"layers\.1\.mlp\.up_proj$": 4, "up_proj": 5},
+        {"^model.layers.1.self_attn.k_proj$": 3, "k_proj": 4, "k_proj$": 5},
+        {"layers.0.self_attn.q_proj": 3, "model.layers.0.self_attn.q_proj": 4, "proj": 5},
+        {"0.self_attn.q_proj": 3, "_proj": 4},
+    ],
+)
+def test_patterns_mean_the_modules_that_they_mean_to_peft(pattern: dict[str, int]) -> None:
+    config = parse_config(json.dumps({"peft_type": "LORA", "r": 2, "rank_pattern": pattern}).encode())
+
+    assert [config.rank_of(each) for each in MODULES] == [
+        pattern.get(get_pattern_key(list(pattern), each), 2) for each in MODULES
+    ]
 
 
 @pytest.mark.parametrize(
