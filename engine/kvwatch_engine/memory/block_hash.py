@@ -11,13 +11,14 @@ import secrets
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, unique
 from functools import cache
 from hashlib import sha256
 
 from kvwatch_engine.contracts.block import BlockHash
 
 
+@unique
 class KeyTag(IntEnum):
     """Kinds of key besides tokens. Numbers never change their meaning."""
 
@@ -33,7 +34,7 @@ class KeyTag(IntEnum):
     """Content that stands behind placeholder tokens."""
     ALONE = 7
     """A number drawn for one request, which shares with nobody."""
-    GROUPS = 7
+    GROUPS = 8
     """How the layers are divided into KV groups, where there are several."""
 
 

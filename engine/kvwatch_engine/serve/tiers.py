@@ -61,11 +61,12 @@ def tier_settings(flags: ServeSettings) -> TierSettings:
 def served_groups(settings: TierSettings, model: ModelInfo) -> tuple[KVGroup, ...]:
     """Return the KV groups of a model as they are served with these tiers.
 
-    Tiers keep whole sequences. A model with one window for all its layers is served as if it had none, which costs the
+    Tiers keep beginnings of sequences, block by block in one order; each of several groups would have another part to
+    be kept, moved and found. A model with one window for all its layers is served as if it had none, which costs the
     blocks outside of the window and changes no text.
 
     Raises:
-        ConfigError: the model has several groups, which tiers do not serve yet.
+        ConfigError: the model has several groups.
     """
     if not settings.has_tiers:
         return model.groups

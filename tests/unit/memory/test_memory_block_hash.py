@@ -33,6 +33,13 @@ def test_the_same_word_as_salt_tenant_and_adapter_gives_three_roots() -> None:
     assert len(set(roots.values())) == len(words) ** 3
 
 
+def test_every_kind_of_key_has_a_number_of_its_own() -> None:
+    """Two names of one number would be one kind."""
+    assert len(KeyTag.__members__) == len(set(KeyTag)) == 8
+    roots = {root_hash([ExtraKey(tag, b"the same")]) for tag in KeyTag.__members__.values()}
+    assert len(roots) == 8
+
+
 def test_block_size_and_weights_are_in_the_root() -> None:
     roots = {root_hash(sequence_keys(size, weights)) for size in (8, 16) for weights in ("a", "b")}
     assert len(roots) == 4
