@@ -61,7 +61,7 @@ class Peer:
 
 async def look_at(news: News, stop: asyncio.Event) -> None:
     while not stop.is_set():
-        await next_tick()
+        await next_tick(0.05)
         news.look()
     news.end()
 
@@ -212,8 +212,9 @@ def test_whenever_a_subscriber_pauses_it_ends_with_the_engines_state(bursts: lis
 def test_a_filter_passes_only_what_was_asked_for_and_still_tells_how_far_the_log_has_gone() -> None:
     async def act(bench: Bench, peer: Peer) -> None:
         bench.step(40)
-        await asyncio.sleep(0.2)
-        assert peer.next_seq is not None
+        async with asyncio.timeout(60):
+            while peer.next_seq is None:
+                await asyncio.sleep(0.01)
 
     bench, peer = subscribed(SubscribeRequest(events=["request.queued", "request.finished"]), act)
 
@@ -352,7 +353,8 @@ def test_an_engine_that_does_not_answer_at_first_is_asked_again() -> None:
 def test_the_end_of_a_step_is_not_held_back() -> None:
     async def act(bench: Bench, peer: Peer) -> None:
         bench.step()
-        await asyncio.sleep(0.15)
-        assert isinstance(peer.events[-1], StepCompleted)
+        async with asyncio.timeout(60):
+            while not (peer.events and isinstance(peer.events[-1], StepCompleted)):
+                await asyncio.sleep(0.01)
 
     subscribed(SubscribeRequest(), act)
