@@ -7,6 +7,7 @@ has is in `pool_oracle.py`, what moves between them in `transfer_oracle.py`, wha
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 from change_oracle import ChangeWatch
@@ -18,16 +19,26 @@ from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.snapshot import SequenceState
 from kvwatch_engine.contracts.errors import is_out_of_memory
 from kvwatch_engine.contracts.request import FinishReason, Refusal
+from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepInput, StepResult
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.memory.block_hash import hash_in_group
 from kvwatch_engine.memory.prefix import Prefix
 from kvwatch_engine.memory.tiers.tiers import MemoryTiers
+from kvwatch_engine.scheduling.policy import most_blocks
 from kvwatch_engine.scheduling.request import Request, RequestState, Sequence, WaitReason
 
 SEVERITY = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.DEADLINE, FinishReason.LENGTH, FinishReason.STOP)
 NOT_FROM_THE_ENGINE = {m.TELEMETRY_EVENTS, m.LEDGER_UPDATE_TIMESTAMP}
 """What tells of the observatory itself; tests of its parts hold it to the truth."""
+
+
+@cache
+def longest_sequence(settings: EngineSettings) -> int:
+    """Return the longest sequence whose blocks the pool has; each length is tried."""
+    capacity = settings.num_blocks - 1
+    fitting = (n for n in range(1, settings.max_model_len + 1) if most_blocks(settings, n, 1, 1) <= capacity)
+    return max(fitting, default=0)
 
 
 class Opening(NamedTuple):
@@ -308,6 +319,7 @@ class Oracle(Book):
             found |= self.transfers.gauges(settings.block_size)
             live |= self.transfers.requests
         found |= self._orphans(live)
+        found[m.CONFIG_VALUE, ("max_model_len",)] = longest_sequence(settings)
         return {key: number for key, number in found.items() if number is not None}
 
     def _orphans(self, live: set[str]) -> dict[Key, float]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import structlog
 
 from kvwatch.errors import ChangeRefused
-from kvwatch.telemetry.events import OutOfMemory, RequestRejected, StepFailed
+from kvwatch.telemetry.events import OutOfMemory, StepFailed
 from kvwatch.telemetry.events.block import GROUPS, UnpinCause
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot, GroupState, RequestState
@@ -29,7 +29,8 @@ from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.block_pool import BlockPool
 from kvwatch_engine.memory.pins import PrefixPins
 from kvwatch_engine.resize import AcceptedRequest, PoolResizer, PreparedResize
-from kvwatch_engine.scheduling.beam_search import BeamSearch
+from kvwatch_engine.scheduling.beam_search import search_of
+from kvwatch_engine.scheduling.limits import numbers_in_force
 from kvwatch_engine.scheduling.policy import deadline_of, rank_of
 from kvwatch_engine.scheduling.request import Request
 from kvwatch_engine.scheduling.results import StepDurations
@@ -134,7 +135,7 @@ class EngineCore:
             queued_ns=queued_ns,
             seeds=[sequence_seed(first_seed, index) for index in range(sampling.num_sequences)],
             chain=self.chain_of(source),
-            search=self._search(source),
+            search=search_of(source, settings),
             forks_late=sampling.beams is not None and not self.manager.has_windows,
             rank=rank_of(source.priority, queued_ns, arrival, settings.priority_aging_seconds),
             deadline_ns=deadline_of(queued_ns, source.deadline_seconds, settings.deadline_seconds),
@@ -167,19 +168,7 @@ class EngineCore:
     def reject(self, refusal: Refusal) -> None:
         """Report a request that was refused before it was added."""
         if self._log.active:
-            origin = refusal.origin
-            self._log.append(
-                RequestRejected(
-                    refusal.request_id,
-                    refusal.reason,
-                    origin.operation,
-                    origin.trace_parent,
-                    origin.trace_state,
-                    origin.tenant,
-                    refusal.arrived_ns,
-                    refusal.refused_ns,
-                )
-            )
+            self._log.append(refusal.to_event())
 
     def keep_time(self) -> None:
         """End what is over although no step is done."""
@@ -376,7 +365,7 @@ class EngineCore:
                 )
                 for request in self.scheduler.lifecycle.requests()
             ],
-            config=settings.numbers(),
+            config=numbers_in_force(settings),
             config_drift=dict(self.config_drift),
             transfers=self.tiers.transfers() if self.tiers is not None else [],
             last_step_ns=self._last_step_ns,
@@ -393,13 +382,6 @@ class EngineCore:
         self.manager.check_integrity()
         if self.tiers is not None:
             self.tiers.check_integrity()
-
-    def _search(self, source: GenerationRequest) -> BeamSearch | None:
-        sampling, settings = source.sampling, self.settings
-        if sampling.beams is None:
-            return None
-        max_tokens = min(sampling.max_tokens, settings.max_model_len - len(source.prompt_token_ids))
-        return BeamSearch(sampling.beams, max_tokens, sampling.end_token_ids(settings.eos_token_ids))
 
     def chain_of(self, source: GenerationRequest | Request) -> HashChain:
         """Return the hash chain of a request's prompt, for blocks of the present size."""

@@ -9,14 +9,13 @@ what callers read directly (queue lengths, flags) are single integers.
 """
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 import structlog
 
-from kvwatch.errors import ChangeRefused, ControlError
+from kvwatch.errors import ControlError
 from kvwatch.telemetry.events import DrainStarted, EngineEnded
 from kvwatch.telemetry.events.request import RejectionReason
 from kvwatch.telemetry.log import EventLog
@@ -27,29 +26,23 @@ from kvwatch_engine.contracts.adapter import LoadId
 from kvwatch_engine.contracts.cache import BlockMemory
 from kvwatch_engine.contracts.errors import RequestRejected, rejection_reason
 from kvwatch_engine.contracts.request import (
-    FinishReason,
     GenerationRequest,
     OutputListener,
     Refusal,
     RequestOrigin,
-    SequenceOutput,
 )
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepExecutor
 from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.core import EngineCore
-from kvwatch_engine.inbox import Command, Inbox
+from kvwatch_engine.ending import end_requests
+from kvwatch_engine.inbox import Command, Inbox, ask_patiently
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.scheduling import limits
 from kvwatch_engine.stall_watch import LendingExecutor, LogLease, StallWatch
 
 _IDLE_POLL_SECONDS = 0.5
 _BLOCKED_POLL_SECONDS = 0.01
-_BUSY_POLL_SECONDS = 0.02
-"""Pause before a change that had to wait for transfers is asked for again."""
-
-ENGINE_FAILED = "EngineFailed"
-"""Class of the error that ends all requests when the engine itself is defective."""
 
 T = TypeVar("T")
 
@@ -279,15 +272,9 @@ class Engine:
         Raises:
             ControlError: the engine has stopped, or did not answer in time; or whatever `prepare` says.
         """
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            left = max(0.0, deadline - time.monotonic())
-            try:
-                return self.ask(lambda core: self._change(core, prepare), left)
-            except ChangeRefused as error:
-                if not error.is_passing or left == 0.0:
-                    raise
-                time.sleep(_BUSY_POLL_SECONDS)
+        return ask_patiently(
+            lambda seconds: self.ask(lambda core: self._change(core, prepare), seconds), timeout_seconds
+        )
 
     # ------------------------------------------------------------------ engine thread
 
@@ -390,16 +377,7 @@ class Engine:
         self._is_stopping.set()
         self._log.begin(self._core.num_steps)
         self._acceptance.close()
-        reason, error, error_type = FinishReason.ABORT, "", ""
-        if self._has_failed:
-            reason, error, error_type = FinishReason.ERROR, "the engine has failed", ENGINE_FAILED
-        outputs = [
-            SequenceOutput(request_id=request.request_id, sequence=index, finish_reason=reason, error=error)
-            for request in self._acceptance.take_all()
-            for index in range(request.sampling.n)
-        ]
-        for request_id in self._core.live_request_ids():
-            outputs += self._core.abort(request_id, reason, error, error_type)
+        outputs = end_requests(self._core, self._acceptance.take_all(), has_failed=self._has_failed)
         self._core.close()
         if self._log.active:
             self._log.append(EngineEnded("failed" if self._has_failed else "stopped"))

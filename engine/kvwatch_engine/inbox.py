@@ -1,15 +1,41 @@
 """What the engine thread is asked to do between two steps, in order."""
 
 import queue
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from kvwatch.errors import ControlError
+from kvwatch.errors import ChangeRefused, ControlError
 from kvwatch_engine.core import EngineCore
 
 T = TypeVar("T")
 Command = Callable[[EngineCore], object]
+
+
+_BUSY_POLL_SECONDS: Final = 0.02
+"""Pause before a change that had to wait for something that passes is asked for again."""
+
+
+def ask_patiently(ask: Callable[[float], T], timeout_seconds: float) -> T:
+    """Ask, and again while what stands against it passes by itself.
+
+    Args:
+        ask: is given the seconds that are left.
+        timeout_seconds: how long to go on.
+
+    Raises:
+        ControlError: whatever `ask` says at last.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            return ask(left)
+        except ChangeRefused as error:
+            if not error.is_passing or left == 0.0:
+                raise
+            time.sleep(_BUSY_POLL_SECONDS)
 
 
 class Inbox:

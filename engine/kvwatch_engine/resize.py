@@ -20,6 +20,7 @@ from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.relocation import Relocation
+from kvwatch_engine.scheduling.limits import max_unpinned_len
 from kvwatch_engine.scheduling.policy import most_blocks
 from kvwatch_engine.scheduling.request import Request
 
@@ -113,7 +114,13 @@ class PoolResizer:
         duration_ns = self._log.clock.monotonic_ns() - started_ns
         self._report(
             PoolRebuilt(
-                settings.num_blocks, num_blocks, "resized", duration_ns, wanted.watermark_blocks, prepared.reason
+                settings.num_blocks,
+                num_blocks,
+                "resized",
+                duration_ns,
+                wanted.watermark_blocks,
+                prepared.reason,
+                max_model_len=max_unpinned_len(wanted),
             )
         )
         return wanted

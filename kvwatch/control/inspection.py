@@ -49,6 +49,8 @@ class BlockInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     block_id: int
     state: BlockStateName
+    group: str | None
+    """KV group that it belongs to; none while it is empty."""
     ref_count: int
     owners: list[BlockOwner]
     hash: str | None
@@ -137,6 +139,8 @@ class PrefixInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One branch of the tree of known prefixes, named by the hash of its first block."""
 
     hash: str
+    group: str
+    """KV group: a model with several keeps each prefix once in each, as far as a window does not leave it out."""
     num_blocks: int
     """Blocks below and including the first."""
     num_tokens: int

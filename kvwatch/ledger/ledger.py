@@ -457,12 +457,14 @@ class Ledger:
         if event.tier != CHECKED_TIER:
             return
         self.limits = replace(self.limits, watermark_blocks=event.watermark_blocks)
-        in_force = {
+        in_force: dict[str, int | None] = {
             "num_blocks": event.new_num_blocks,
             "watermark_blocks": event.watermark_blocks,
             "block_size": self.limits.block_size_tokens,
+            "max_model_len": event.max_model_len,
         }
-        self.config = {**self.config, **{key: float(value) for key, value in in_force.items() if key in self.config}}
+        known = {key: float(n) for key, n in in_force.items() if n is not None and key in self.config}
+        self.config = {**self.config, **known}
         if "kv" in self.memory_bytes:
             self.memory_bytes = {**self.memory_bytes, "kv": event.new_num_blocks * self.limits.block_bytes}
 

@@ -352,7 +352,9 @@ ENGINE_STATE = _gauge(
     action="stalled: a step takes longer than stall-seconds; failed: look at the logs and restart.",
 )  # fmt: skip
 CONFIG_VALUE = _gauge(
-    "config_value", "Value of a setting in force; switches are 0 or 1.", "1", ("key",), moves="When the setting changes.",
+    "config_value",
+    "Value of a setting in force; switches are 0 or 1, and max_model_len is what the pool allows of it (without pins).",
+    "1", ("key",), moves="When the setting changes.",
     aggregate="max", action="Replicas that differ: one was configured or changed apart.",
 )  # fmt: skip
 CONFIG_DRIFT = _gauge(

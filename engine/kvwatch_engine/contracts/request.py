@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from kvwatch.telemetry.events.request import Operation, RejectionReason
+from kvwatch.telemetry.events.request import Operation, RejectionReason, RequestRejected
 from kvwatch_engine.contracts.adapter import AdapterAdmission, LoadId
 from kvwatch_engine.contracts.image import PromptImage
 from kvwatch_engine.contracts.sampling import SamplingParams
@@ -77,6 +77,20 @@ class Refusal:
     """Monotonic time at which it arrived; 0 if that is not known."""
     refused_ns: int = 0
     """Monotonic time at which it was refused; 0 if that is not known."""
+
+    def to_event(self) -> RequestRejected:
+        """Return what is told of it."""
+        origin = self.origin
+        return RequestRejected(
+            self.request_id,
+            self.reason,
+            origin.operation,
+            origin.trace_parent,
+            origin.trace_state,
+            origin.tenant,
+            self.arrived_ns,
+            self.refused_ns,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class EngineSettings:
         return int(self.max_pinned_ratio * (self.num_blocks - 1))
 
     def numbers(self) -> dict[str, float]:
-        """Return the settings that are limits or policies in force, as numbers; what is not set is absent."""
+        """Return the settings that are limits or policies, as numbers; what is not set is absent."""
         found: dict[str, float | None] = {
             "num_blocks": self.num_blocks,
             "block_size": self.block_size,

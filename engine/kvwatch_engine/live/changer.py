@@ -28,14 +28,18 @@ from kvwatch.telemetry.events import ConfigChanged
 from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.core import EngineCore
+from kvwatch_engine.live.pauses import PauseEstimate
 from kvwatch_engine.live.planning import ChangePlan, plan_change
 from kvwatch_engine.live.rebuild import Rebuilder
 from kvwatch_engine.live.values import live_values, text_of, unknown_key
 from kvwatch_engine.resize import PreparedResize
+from kvwatch_engine.scheduling.limits import numbers_in_force
 from kvwatch_engine.scheduling.request import Request
 
 _ASSUMED_BYTES_PER_SECOND: Final = 1e9
 """Speed of copying blocks before any was measured."""
+_ASSUMED_BASE_SECONDS: Final = {False: 0.0, True: 0.2}
+"""What a change takes beside that: another number of blocks, and a rebuild, which has the model compute a little."""
 
 logger = structlog.get_logger(__name__)
 
@@ -74,8 +78,10 @@ class Changer:
         self._declared = live_values(core.settings)
         # Not from 0 at every start: what somebody has read of the engine before is out of date.
         self._version = core.log.clock.wall_ns() // 1_000_000
-        self._bytes_per_second = {False: _ASSUMED_BYTES_PER_SECOND, True: _ASSUMED_BYTES_PER_SECOND}
-        """As last measured: of whole blocks, and of slots when the cache is rebuilt."""
+        self._pauses = {
+            is_rebuild: PauseEstimate(seconds, _ASSUMED_BYTES_PER_SECOND)
+            for is_rebuild, seconds in _ASSUMED_BASE_SECONDS.items()
+        }
         self._note_drift()
 
     def attach(self, key: SettingKey, setting: OutsideSetting) -> None:
@@ -188,7 +194,8 @@ class Changer:
                 )
 
     def _pause_seconds(self, plan: ChangePlan) -> float:
-        return plan.moved_bytes / self._bytes_per_second[plan.rebuild is not None]
+        has_pause = plan.rebuild is not None or plan.is_resize
+        return self._pauses[plan.rebuild is not None].seconds(plan.moved_bytes) if has_pause else 0.0
 
     def _carry_out(self, plan: ChangePlan, begun_ns: int, actor: str, reason: str) -> ChangeOutcome:
         clock = self._core.log.clock
@@ -217,7 +224,7 @@ class Changer:
                 again = self._rebuilder.carry_out(plan.rebuild, plan.wanted, reason)
             finally:
                 self._rebuilt_ns = clock.monotonic_ns()
-            self._note_speed(plan, self._rebuilt_ns - begun_ns)
+            self._pauses[True].learn(plan.moved_bytes, (self._rebuilt_ns - begun_ns) / 1e9)
             return again
         for request in plan.victims:
             core.scheduler.drop(request, "rebuild")
@@ -225,12 +232,8 @@ class Changer:
             core.adopt(plan.wanted)
             return plan.victims
         core.resize(PreparedResize(plan.wanted, core.resizer.plan(plan.wanted.num_blocks), reason))
-        self._note_speed(plan, clock.monotonic_ns() - begun_ns)
+        self._pauses[False].learn(plan.moved_bytes, (clock.monotonic_ns() - begun_ns) / 1e9)
         return plan.victims
-
-    def _note_speed(self, plan: ChangePlan, duration_ns: int) -> None:
-        if plan.moved_bytes >= 1 << 20 and duration_ns > 0:  # less says more about everything else
-            self._bytes_per_second[plan.rebuild is not None] = plan.moved_bytes / duration_ns * 1e9
 
     def _tell(self, changed: Sequence[SettingChange], actor: str, reason: str) -> None:
         if not changed:
@@ -238,7 +241,7 @@ class Changer:
         self._version += 1
         self._note_drift()
         core = self._core
-        config = core.settings.numbers()
+        config = numbers_in_force(core.settings)
         for each in changed:
             old, new, declared = text_of(each.old), text_of(each.new), text_of(self._declared[each.key])
             logger.info("setting changed", key=each.key, old=old, new=new, actor=actor, reason=reason)

@@ -93,7 +93,7 @@ def inspect_prefixes(core: EngineCore, order: PrefixOrder, limit: int) -> Prefix
     places: dict[BlockHash, tuple[BlockHash, int]] = {}
     for content, block in known.items():
         root, depth = _place(core.manager, content, known, places)
-        branch = branches.setdefault(root, _Branch())
+        branch = branches.setdefault(root, _Branch(_group_of(core.manager, block)))
         branch.num_blocks += 1
         branch.num_hits += pool.history(block).num_hits
         branch.num_used += pool.ref_counts[block] > 0
@@ -105,6 +105,7 @@ def inspect_prefixes(core: EngineCore, order: PrefixOrder, limit: int) -> Prefix
 
 @dataclass(slots=True)
 class _Branch:
+    group: str
     num_blocks: int = 0
     num_hits: int = 0
     num_used: int = 0
@@ -113,6 +114,7 @@ class _Branch:
     def to_info(self, root: BlockHash, block_size: int) -> PrefixInfo:
         return PrefixInfo(
             hash=root.hex(),
+            group=self.group,
             num_blocks=self.num_blocks,
             num_tokens=self.num_blocks * block_size,
             num_hits=self.num_hits,
@@ -167,6 +169,12 @@ def _state_of(manager: BlockManager, block: BlockId) -> BlockStateName:
     return "empty" if pool.hashes[block] is None else "cached"
 
 
+def _group_of(manager: BlockManager, block: BlockId) -> str:
+    """Return the name of the group of a block that is not empty."""
+    groups = manager.pool.groups
+    return GROUPS[groups[block] if groups else 0]
+
+
 def _matches(manager: BlockManager, block: BlockId, query: BlockQuery, now_ns: int) -> bool:
     state = _state_of(manager, block)
     if query.state is not None and state != query.state:
@@ -200,6 +208,7 @@ def _block_info(manager: BlockManager, block: BlockId, owners: list[BlockOwner],
     return BlockInfo(
         block_id=block,
         state=state,
+        group=None if state == "empty" else _group_of(manager, block),
         ref_count=pool.ref_counts[block],
         owners=owners,
         hash=None if content is None else content.hex(),

@@ -25,6 +25,7 @@ from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.memory.layout import HeldTokens, Layout, plan_layout
 from kvwatch_engine.resize import AcceptedRequest, check_limits, check_worst_cases
+from kvwatch_engine.scheduling.limits import max_unpinned_len
 from kvwatch_engine.scheduling.request import Request, RequestState, Sequence
 
 _WAIT_SECONDS: Final = 0.01
@@ -266,7 +267,16 @@ class Rebuilder:
         log, settings = self._core.log, self._core.settings
         if log.active:
             log.append(
-                PoolRebuilt(old.num_blocks, num_blocks, outcome, duration_ns, settings.watermark_blocks, reason, error)
+                PoolRebuilt(
+                    old.num_blocks,
+                    num_blocks,
+                    outcome,
+                    duration_ns,
+                    settings.watermark_blocks,
+                    reason,
+                    error,
+                    max_model_len=max_unpinned_len(settings),
+                )
             )
 
     def _layout(self, settings: EngineSettings) -> BlockLayout:

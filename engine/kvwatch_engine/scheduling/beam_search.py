@@ -14,8 +14,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvwatch_engine.contracts.request import FinishReason, PositionLogprobs
+from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, PositionLogprobs
 from kvwatch_engine.contracts.sampling import BeamParams
+from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import Candidates
 
 
@@ -175,3 +176,12 @@ class BeamSearch:
             if seats[continuation.parent] is not continuation:
                 seats[next(free)] = continuation
         return seats
+
+
+def search_of(source: GenerationRequest, settings: EngineSettings) -> BeamSearch | None:
+    """Return the search that a request asks for; none if it samples."""
+    sampling = source.sampling
+    if sampling.beams is None:
+        return None
+    max_tokens = min(sampling.max_tokens, settings.max_model_len - len(source.prompt_token_ids))
+    return BeamSearch(sampling.beams, max_tokens, sampling.end_token_ids(settings.eos_token_ids))

@@ -1,6 +1,7 @@
 """What a request must be to be let in: valid, and possible in this engine. Any thread."""
 
 from bisect import bisect_right
+from dataclasses import replace
 
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.contracts.request import GenerationRequest
@@ -16,6 +17,16 @@ def max_model_len(settings: EngineSettings) -> int:
         return min(settings.max_model_len, capacity * settings.block_size)
     lengths = range(1, settings.max_model_len + 1)  # the last token is counted: a block more at most
     return bisect_right(lengths, capacity, key=lambda length: most_blocks(settings, length, 1, 1))
+
+
+def numbers_in_force(settings: EngineSettings) -> dict[str, float]:
+    """Return the settings in force as numbers; `max_model_len` is what the pool, without pins, allows of it."""
+    return {**settings.numbers(), "max_model_len": float(max_unpinned_len(settings))}
+
+
+def max_unpinned_len(settings: EngineSettings) -> int:
+    """Return the longest possible sequence in tokens while nothing is pinned."""
+    return max_model_len(replace(settings, num_pinned_blocks=0))
 
 
 def max_new_tokens(num_prompt_tokens: int, num_sequences: int, settings: EngineSettings) -> int:

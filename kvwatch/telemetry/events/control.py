@@ -53,6 +53,9 @@ class PoolRebuilt(Event):
     reason: Annotated[str, identity(6, "Why, in the words of whoever asked.")] = ""
     error: Annotated[str, identity(7, "What stood against it; empty if it has that size now.")] = ""
     tier: Annotated[Tier, label(8, "Tier of the pool.")] = "device"
+    max_model_len: Annotated[
+        int | None, value(9, "Longest sequence that model and pool, without pins, allow from now on.", "tokens")
+    ] = None
 
 
 @event(80, "control.drain_started", "The engine takes no new requests and finishes those it has.")

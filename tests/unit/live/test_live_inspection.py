@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from builders import FakeClock, make_core, make_request, run_until_idle
+from builders import FakeClock, make_core, make_groups, make_request, run_until_idle
 
 from kvwatch.control import BlockInfo, BlockOwner, BlockQuery, RequestQuery
 from kvwatch.errors import ChangeRefused
@@ -165,6 +165,24 @@ def test_the_tree_of_prefixes_names_its_largest_branches() -> None:
     assert head.num_tokens == head.num_blocks * 4
     assert (head.num_hits, other.num_hits) == (6, 0)
     assert inspect_prefixes(core, "hits", 1).prefixes == [head]
+
+
+def test_blocks_and_prefixes_say_to_which_kv_group_they_belong() -> None:
+    core = make_core(num_blocks=41, groups=make_groups(None, 8))
+    core.add(make_request("a", list(range(4, 40)), max_tokens=2, ignore_eos=True), 0)
+    run_until_idle(core)
+    pool = core.manager.pool
+
+    top = inspect_prefixes(core, "blocks", 10).prefixes
+    found = inspect_blocks(core, BlockQuery()).blocks
+
+    assert [each.group for each in top] == ["0", "1"]
+    for group, branch in enumerate(top):
+        held = [block for block in range(1, 41) if pool.hashes[block] is not None and pool.groups[block] == group]
+        assert branch.num_blocks == len(held) > 0
+    for each in found:
+        assert each.group == (None if each.state == "empty" else str(pool.groups[each.block_id]))
+    assert {each.group for each in found} == {None, "0", "1"}
 
 
 def test_a_page_has_bounds() -> None:
