@@ -59,7 +59,7 @@ def configure_logs(
         if log_format == "json"
         else structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback)
     )
-    handler = logging.StreamHandler(out)
+    handler = LogOutput(out)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -75,6 +75,27 @@ def configure_logs(
         library.handlers.clear()
         library.propagate = True
         library.setLevel("WARNING")
+
+
+class LogOutput(logging.StreamHandler[TextIO]):
+    """Writes lines to a stream. A line that cannot be written stops nobody, and is counted."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self.num_lost = 0
+        """Lines that could not be written."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
+        """Count a line that could not be written; the library would print a traceback where nothing can be printed."""
+        if isinstance(sys.exception(), OSError | ValueError):  # ValueError: the stream is closed
+            self.num_lost += 1
+        else:
+            super().handleError(record)
+
+
+def num_lost_lines() -> int:
+    """Return how many lines of the process's log could not be written so far. Any thread."""
+    return sum(handler.num_lost for handler in logging.getLogger().handlers if isinstance(handler, LogOutput))
 
 
 class LogLevel:

@@ -74,6 +74,8 @@ class Sidecar:
         """What reads each engine."""
         self._known: set[tuple[str, int]] = set()
         self._admin_engines, self.admin = _make_admin(self._plan)
+        if self._admin_engines is not None:
+            self._admin_engines.diagnoses = lambda: self.diagnoses().engines
         self._engines, self.stream = _make_stream(self._plan, self.admin)
         self.recorders: list[RecorderPart] = []
         """One for each rank, if anything is recorded."""
@@ -104,8 +106,10 @@ class Sidecar:
         for labels, sample in self._unreached():
             unreached.setdefault(labels, []).append(sample)
         never = [
-            EngineDiagnosis(*labels, diagnose(Observation(Reading(0.0, samples), Reading(1.0, samples))))
-            for labels, samples in unreached.items()
+            EngineDiagnosis(
+                engine, int(dp_rank), model, diagnose(Observation(Reading(0.0, samples), Reading(1.0, samples)))
+            )
+            for (engine, dp_rank, model), samples in unreached.items()
         ]
         return DiagnosisReport((*(desk.diagnosis() for desk in tuple(self.desks)), *never))
 

@@ -31,6 +31,23 @@ ODD = [
 ]  # fmt: skip
 
 
+def odd_spellings(path: str) -> list[str]:
+    """Return other ways to write a path, none of which is listed."""
+    fixed = path.split("{", maxsplit=1)[0]
+    plain = filled(path).split("?")[0]
+    letter = plain[len(fixed) - 2]
+    return [
+        plain[: len(fixed) - 2] + f"%{ord(letter):02x}" + plain[len(fixed) - 1 :],
+        plain.replace("/", "//", 1) if plain.count("/") > 1 else "/" + plain,
+        plain + "/",
+        plain[: len(fixed) - 2] + letter.upper() + plain[len(fixed) - 1 :],
+        plain + "%00",
+        plain + ";x=1/",
+        "/." + plain,
+        "/x/.." + plain,
+    ]
+
+
 def filled(path: str) -> str:
     """Return a path with something in the place of its parameters, and such that it ends soon."""
     for name in ("request", "id", "pin", "name"):

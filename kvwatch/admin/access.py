@@ -5,9 +5,11 @@ even there, since all containers of a pod share its loopback. A token that is se
 whatever it is sent for.
 """
 
+import functools
 import ipaddress
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
@@ -27,6 +29,8 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 ANONYMOUS = "anonymous"
 ON_BEHALF_OF = "kvwatch.on_behalf_of"
 """Key of the scope of a request: for whom a sidecar asks."""
+NEEDS_TOKEN = "kvwatch.needs_token"  # noqa: S105 - a key
+"""Key of the scope of a request: whether it needs a token whatever it is for, and wherever it comes from."""
 LOG_NS = 10_000_000_000
 """At most one refusal is logged in this time, in ns; all are counted."""
 
@@ -43,6 +47,8 @@ class Caller:
     """Name of the token, or `anonymous`."""
     address: str
     roles: frozenset[Role]
+    is_still_allowed: Callable[[], bool] = lambda: True
+    """Whether the token lets its holder in yet, for whoever is answered for long. The listener's loop."""
 
     def may(self, role: Role) -> bool:
         """Whether the caller has a role."""
@@ -100,20 +106,26 @@ class AccessGuard:
         sent = request.headers.getlist("authorization")
         address = request.client.host if request.client else ""
         if not sent:
-            if self._is_loopback and request.method in SAFE_METHODS:
+            is_open = self._is_loopback and not request.scope.get(NEEDS_TOKEN, False)
+            if is_open and request.method in SAFE_METHODS:
                 return Caller(ANONYMOUS, address, frozenset({Role.READ}))
             self._refuse(request, "missing", Problem(problems.UNAUTHENTICATED, self._how_to_identify(), _CHALLENGE))
         scheme, _, token = sent[0].partition(" ")
         is_bearer = len(sent) == 1 and scheme.lower() == "bearer"
         found = self._tokens.find(token.strip()) if self._tokens is not None and is_bearer else None
-        if found is None:
+        if found is None or self._tokens is None:
             detail = f"the token that was sent is not known here; {self._how_to_identify()}"
             self._refuse(request, "unknown", Problem(problems.UNAUTHENTICATED, detail, _CHALLENGE))
         if found.is_expired:
             detail = f"the token {found.token.name} has expired; ask for a new one"
             self._refuse(request, "expired", Problem(problems.UNAUTHENTICATED, detail, _CHALLENGE))
         asker = request.scope.get(ON_BEHALF_OF, "")
-        return Caller(found.token.name, f"{address} for {asker}" if asker else address, found.token.roles)
+        return Caller(
+            found.token.name,
+            f"{address} for {asker}" if asker else address,
+            found.token.roles,
+            functools.partial(self._tokens.still_allows, found.token),
+        )
 
     def check_role(self, request: Request, caller: Caller, role: Role) -> None:
         """Refuse a caller who lacks a role.

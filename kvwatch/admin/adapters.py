@@ -49,7 +49,7 @@ async def load(call: Call[EngineQuery, LoadAdapter]) -> Answer:
     engine, body = call.site.engines.find(call.query), call.body
     adapters = _adapters(engine)
     loaded, entry = await act(
-        call, engine, "adapter.load", body.name,
+        call, engine, "adapter.load", f"{body.name} from {body.path}{' in place of it' if body.replace else ''}",
         lambda: adapters.load_adapter(body.name, body.path, replace=body.replace),
     )  # fmt: skip
     return Answer(AdapterAnswer(adapter=loaded, audit=entry))

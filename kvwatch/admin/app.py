@@ -8,7 +8,6 @@ What is wrong ends as `application/problem+json`. Knows no operation by name.
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import structlog
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvwatch.admin import problems
 from kvwatch.admin.access import SAFE_METHODS, AccessGuard
+from kvwatch.admin.decoding import decode_body, decode_query
 from kvwatch.admin.forwarding import engine_elsewhere, forward
 from kvwatch.admin.operation import Answer, Call, Operation
 from kvwatch.admin.problems import Problem
@@ -28,11 +28,8 @@ from kvwatch.errors import ChangeRefused, ControlError
 MAX_BODY_BYTES = 256 * 1024
 BODY_SECONDS = 20.0
 """Time in which a body must have come."""
-MAX_QUERY_BYTES = 8 * 1024
 MAX_HEADER_BYTES = 16 * 1024
 JSON_TYPE = "application/json"
-MAX_WHOLE = 2.0**53
-"""Whole numbers below this are exact as floats."""
 
 _HARDENING = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
@@ -87,11 +84,11 @@ class AdminApp:
         self._guard.check_role(request, caller, operation.role)
         if operation.is_change:
             self._guard.take_change(caller)
-        query = _query(operation, request)
+        query = decode_query(operation.query, request)
         headers = dict(request.headers)
         _check_headers(operation, headers)
         content = await _content(operation, request)
-        body = None if operation.body is None else _decode(content, operation)
+        body = None if operation.body is None else decode_body(content, operation.body)
         is_head = request.method == "HEAD"
         call = Call(self._site, caller, match.parameters, query, body, headers, is_head)
         engine = engine_elsewhere(operation, call)
@@ -128,20 +125,6 @@ def _operation(match: Match, method: str) -> Operation:
     return found
 
 
-def _query(operation: Operation, request: Request) -> Any:
-    if len(request.scope["query_string"]) > MAX_QUERY_BYTES:
-        raise Problem(problems.MALFORMED, f"the query has more than {MAX_QUERY_BYTES} bytes; ask for less")
-    given: dict[str, str] = {}
-    for name, value in request.query_params.multi_items():
-        if name in given:
-            raise Problem(problems.MALFORMED, f"the parameter {name!r} is given twice; give it once")
-        given[name] = value
-    try:
-        return msgspec.convert(given, operation.query, strict=False)
-    except msgspec.ValidationError as error:
-        raise Problem(problems.INVALID, f"a parameter is wrong: {error}; see /openapi.json") from error
-
-
 def _check_headers(operation: Operation, headers: Mapping[str, str]) -> None:
     for header in operation.headers:
         if header.is_required and not headers.get(header.name.lower()):
@@ -169,26 +152,6 @@ async def _collect(request: Request) -> bytes:
         if len(content) > MAX_BODY_BYTES:
             raise Problem(problems.TOO_LARGE, f"the body has more than {MAX_BODY_BYTES} bytes; send less")
     return bytes(content)
-
-
-def _decode(content: bytes, operation: Operation) -> Any:
-    try:
-        return msgspec.convert(_whole(msgspec.json.decode(content)), operation.body)
-    except msgspec.ValidationError as error:
-        raise Problem(problems.INVALID, f"the body is wrong: {error}; see /openapi.json") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Problem(problems.MALFORMED, f"the body is no JSON: {error}; send a JSON object") from error
-    except RecursionError as error:
-        raise Problem(problems.MALFORMED, "the body is nested too deeply; send a flat JSON object") from error
-
-
-def _whole(value: Any) -> Any:
-    """Return a decoded value with its whole numbers as such: for JSON 1.0 is the number 1, wherever one is allowed."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < MAX_WHOLE:
-        return int(value)
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    return [_whole(item) for item in value] if isinstance(value, list) else value
 
 
 def _control_problem(error: ControlError) -> Problem:

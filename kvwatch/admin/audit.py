@@ -1,13 +1,15 @@
 """The audit trail: what was asked for, by whom, from where, why, and what became of it. No audit, no change.
 
 Each change has two lines, in the log and in the file if there is one: `begun` before anything is done, and how it
-ended. The last entries are kept for whoever asks. Knows no HTTP beyond the problem it raises.
+ended. What counts is the file, or the log where there is none. The last entries are kept for whoever asks. Knows no
+HTTP beyond the problem it raises.
 """
 
 import errno
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import BinaryIO, Literal
 
@@ -17,6 +19,7 @@ import structlog
 from kvwatch.admin import problems
 from kvwatch.admin.problems import Problem
 from kvwatch.control import SettingChange
+from kvwatch.logs import num_lost_lines
 from kvwatch.telemetry.clock import Clock
 
 LOGGER = "kvwatch.audit"
@@ -60,11 +63,15 @@ class AuditTrail:
     Args:
         clock: Tells the time.
         file: What entries are appended to, beside the log; none for the log alone.
+        num_lost_lines: Tells how many lines the log could not write so far.
     """
 
-    def __init__(self, clock: Clock, file: BinaryIO | None = None) -> None:
+    def __init__(
+        self, clock: Clock, file: BinaryIO | None = None, num_lost_lines: Callable[[], int] = num_lost_lines
+    ) -> None:
         self._clock = clock
         self._file = file
+        self._num_lost_lines = num_lost_lines
         self._is_line_open = False
         """Whether the file ends with a part of a line, since there was no space for all of it."""
         self._lock = threading.Lock()
@@ -85,7 +92,10 @@ class AuditTrail:
             try:
                 self._write(numbered)
             except OSError as error:
-                detail = f"the audit cannot be written ({error.strerror}), so nothing was changed; mend the audit file"
+                detail = (
+                    f"the audit cannot be written ({error.strerror}), so nothing was changed; mend the audit file, or "
+                    "whatever reads the log"
+                )
                 raise Problem(problems.NO_AUDIT, detail) from error
             self._next_id += 1
             self._keep(numbered)
@@ -98,7 +108,7 @@ class AuditTrail:
             try:
                 self._write(entry)
             except OSError as error:
-                self._logger.warning("the end of a change could not be written to the audit file", error=repr(error))
+                self._logger.warning("the end of a change could not be written to the audit", error=repr(error))
         return entry
 
     def tell(self, message: str, **fields: object) -> None:
@@ -143,7 +153,10 @@ class AuditTrail:
             if (value := getattr(entry, name)) not in ("", None, [], ()) and name not in {"time", "changes"}
         }
         changes = {str(each.key): f"{each.old} -> {each.new}" for each in entry.changes}
+        num_lost = self._num_lost_lines()
         self._logger.info("audit", **shown, **({"changes": changes} if changes else {}))
+        if self._file is None and self._num_lost_lines() > num_lost:
+            raise OSError(errno.EIO, "the log takes no line")
 
 
 def utc(wall_ns: int) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,13 +124,25 @@ def _ask(client: "httpx.Client", prepared: "Prepared", field: str | None) -> int
         headers["If-Match"] = read.headers["etag"]
     with client.stream(prepared.method, prepared.path, json=prepared.body, headers=headers) as answer:
         if answer.headers.get("content-type", "").startswith("text/event-stream"):
-            for line in answer.iter_lines():
-                if line.startswith("data: "):
-                    sys.stdout.write(line.removeprefix("data: ") + "\n")
-                    sys.stdout.flush()
+            _print_events(answer.iter_lines())
             return 0
         answer.read()
     return _refused(answer) if answer.status_code >= 400 else _print(answer, field)
+
+
+def _print_events(lines: Iterable[str]) -> None:
+    """Print the data of each event, and at the end how to go on from there."""
+    last_id = ""
+    try:
+        for line in lines:
+            if line.startswith("id: "):
+                last_id = line.removeprefix("id: ")
+            elif line.startswith("data: "):
+                sys.stdout.write(line.removeprefix("data: ") + "\n")
+                sys.stdout.flush()
+    finally:
+        if last_id:
+            sys.stderr.write(f"kvwatch: what came after that: --last-event-id {last_id}\n")
 
 
 def _refused(answer: "httpx.Response") -> int:

@@ -9,6 +9,7 @@ from kvwatch.admin import problems
 from kvwatch.admin.app import etag
 from kvwatch.admin.audit import AuditEntry
 from kvwatch.admin.change_desk import ACTION, WantedChange
+from kvwatch.admin.decoding import UNKNOWN_NOTE
 from kvwatch.admin.engines import AdminEngine, EngineQuery, given
 from kvwatch.admin.live_config import ConfigAnswer, DiffAnswer, config_answer, diff_answer
 from kvwatch.admin.operation import PREFIX, Answer, Call, NoQuery, Operation, RequestHeader
@@ -33,6 +34,9 @@ ExpiresIn = Annotated[
 ]
 
 
+Persist = Annotated[bool, Meta(description="Write the values to the configuration file, so that they do not expire.")]
+
+
 def _type_of(setting: LiveSetting) -> Any:
     if setting.type == "choice":
         kind: Any = Literal[setting.choices]
@@ -50,7 +54,10 @@ def _type_of(setting: LiveSetting) -> Any:
 ChangedSettings = msgspec.defstruct(
     "ChangedSettings",
     [(key, _type_of(setting), UNSET) for key, setting in LIVE_SETTINGS.items()],
-    namespace={"__doc__": "New values by key; what is left out stays as it is."},
+    namespace={
+        "__doc__": "New values by key; what is left out stays as it is.",
+        UNKNOWN_NOTE: ", or cannot change while the engine runs",
+    },
     module=__name__,
     frozen=True,
     kw_only=True,
@@ -64,9 +71,7 @@ class ConfigChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     changes: Annotated[ChangedSettings, Meta(extra_json_schema={"minProperties": 1})]  # type: ignore[valid-type]
     reason: Reason
     expires_in: ExpiresIn = 3600.0
-    persist: Annotated[
-        bool, Meta(description="Write the values to the configuration file, so that they do not expire.")
-    ] = False
+    persist: Persist = False
 
 
 class Revert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,6 +79,7 @@ class Revert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     reason: Reason
     expires_in: ExpiresIn = 3600.0
+    persist: Persist = False
 
 
 class ChangeQuery(EngineQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -206,6 +212,7 @@ async def revert(call: Call[ChangeQuery, Revert]) -> Answer:
             entry=msgspec.structs.replace(named, reverts=entry.id),
             changes=changes,
             expires_in=call.body.expires_in,
+            is_persistent=call.body.persist,
             expected_version=state.version,
         )
         return await _apply(call, engine, wanted)

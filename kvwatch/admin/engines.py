@@ -83,7 +83,7 @@ class AdminEngine:
     is_up: Callable[[], bool] = lambda: True
     """Whether it is reached. Any thread."""
     epoch: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Names this run of the log."""
+    """Names this run of the engine and of its log."""
 
     @property
     def name(self) -> str:
@@ -114,6 +114,9 @@ class AdminEngines:
 
     def __init__(self) -> None:
         self._engines: dict[tuple[str, int], AdminEngine] = {}
+        self.diagnoses: Callable[[], Sequence[msgspec.Struct]] = self._own_diagnoses
+        """Says what is the matter with each, one after the other; whoever knows of more engines may put another one in
+        its place. Any thread."""
 
     def add(self, engine: AdminEngine) -> None:
         """Offer one more engine."""
@@ -122,6 +125,9 @@ class AdminEngines:
     def all(self) -> Sequence[AdminEngine]:
         """Return all that are known, in the order in which they appeared."""
         return tuple(self._engines.values())
+
+    def _own_diagnoses(self) -> Sequence[msgspec.Struct]:
+        return [each.diagnose() for each in self.all() if each.diagnose is not None]
 
     def find(self, query: EngineQuery) -> AdminEngine:
         """Return the engine that is meant.

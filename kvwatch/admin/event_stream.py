@@ -31,6 +31,8 @@ BATCH = 256
 """Events taken without yielding."""
 ALIVE_SECONDS = 15.0
 """Silence after which a comment shows that the connection lives."""
+LOOK_SECONDS = 1.0
+"""How often a stream looks whether its reader is still allowed to read."""
 MAX_SECONDS = 86_400.0
 MAX_DIGITS = 18
 TOKEN_FIELDS = ("token_ids", "image_hashes")
@@ -63,12 +65,29 @@ class EventFilter:
     classes: frozenset[type[Event]]
     request: str | None
     may_see_tokens: bool
+    is_still_allowed: Callable[[], bool] = lambda: True
+    """Whether the token that the reader came with lets it in yet."""
 
     def lets_through(self, event: Event) -> bool:
         """Whether an event is wanted."""
         if type(event) not in self.classes:
             return False
         return self.request is None or any(getattr(event, name, None) == self.request for name in _REQUEST_FIELDS)
+
+
+class _Permit:
+    """Looks now and then whether a reader may read on: a stream outlives the moment in which its token was checked."""
+
+    def __init__(self, is_still_allowed: Callable[[], bool], now: float) -> None:
+        self._is_still_allowed = is_still_allowed
+        self._looked = now
+
+    def is_over(self, now: float) -> bool:
+        """Whether the reader may not read on."""
+        if now - self._looked < LOOK_SECONDS:
+            return False
+        self._looked = now
+        return not self._is_still_allowed()
 
 
 class EventStreams:
@@ -105,9 +124,12 @@ class EventStreams:
             cursor.position = start
             if missed:
                 yield missed
-            end, spoken = loop.time() + seconds, loop.time()
+            end, spoken, permit = loop.time() + seconds, loop.time(), _Permit(wanted.is_still_allowed, loop.time())
             yield b": " + engine.epoch.encode() + b"\n\n"
             while not self._ended.is_set() and loop.time() < end:
+                if permit.is_over(loop.time()):
+                    yield b": the token lets nobody in any more\n\n"
+                    return
                 try:
                     batch = cursor.read(BATCH)
                 except GapError as gap:
@@ -168,7 +190,10 @@ async def get_events(call: Call[EventsQuery, None]) -> Response:
     """Stream events."""
     query = call.query
     engine = call.site.engines.find(query)
-    wanted = EventFilter(_classes(query.events), given(query.request), call.caller.may(Role.PROMPTS))
+    caller = call.caller
+    wanted = EventFilter(
+        _classes(query.events), given(query.request), caller.may(Role.PROMPTS), caller.is_still_allowed
+    )
     last_id = call.headers.get(LAST_EVENT_ID.lower(), "")
     content = call.site.streams.events(engine, wanted, last_id, query.seconds)
     if call.is_head:
@@ -204,7 +229,7 @@ def _begin(engine: AdminEngine, last_id: str) -> tuple[int, bytes]:
 
 
 def _gap(engine: AdminEngine, first: int | None, after: int, why: str) -> bytes:
-    data = msgspec.json.encode({"first_missed": first, "next": after, "reason": why})
+    data = msgspec.json.encode({"event": "gap", "first_missed": first, "next": after, "reason": why})
     place = b"id: %s-%d\n" % (engine.epoch.encode(), after - 1) if after else b""
     return b"%sevent: gap\ndata: %s\n\n" % (place, data)
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from starlette.types import ASGIApp, Message
 
-from kvwatch.admin.access import ON_BEHALF_OF
+from kvwatch.admin.access import NEEDS_TOKEN, ON_BEHALF_OF
 from kvwatch.admin.operation import PREFIX
 from kvwatch.wire.control import DESCRIPTOR, METHOD, SERVICE, CallReply, decode_request, encode_reply
 
@@ -49,9 +49,7 @@ class ControlService:
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         sent = [value for key, value in context.invocation_metadata() or () if key == AUTHORIZATION]
-        if not sent:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"send the metadata {AUTHORIZATION}: Bearer TOKEN")
-        if request.path.startswith(f"{PREFIX}/events"):
+        if sent and request.path.startswith(f"{PREFIX}/events"):
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "events are streamed by kvwatch.v1.Telemetry/Subscribe")
         headers = [(AUTHORIZATION, str(value)) for value in sent] + [("host", "localhost")]
         if request.body:
@@ -77,6 +75,7 @@ def _scope(method: str, path: str, headers: list[tuple[str, str]], peer: str, on
         "query_string": query.encode(),
         "headers": [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers],
         "client": (_address(peer), 0),
+        NEEDS_TOKEN: True,
         ON_BEHALF_OF: "".join(letter for letter in on_behalf_of[:MAX_NAME] if letter.isprintable()),
     }
 

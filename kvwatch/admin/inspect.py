@@ -8,7 +8,6 @@ from kvwatch.admin import problems
 from kvwatch.admin.engines import EngineQuery, given
 from kvwatch.admin.operation import PREFIX, Answer, Call, Operation
 from kvwatch.admin.problems import Problem
-from kvwatch.admin.threads import off_loop
 from kvwatch.control import (
     MAX_PAGE,
     BlockPage,
@@ -71,7 +70,7 @@ async def get_blocks(call: Call[BlocksQuery, None]) -> Answer:
         cursor=query.cursor,
         limit=query.limit,
     )
-    return Answer(await off_loop(live.inspect_blocks, wanted))
+    return Answer(await call.site.looks.look(live.inspect_blocks, wanted))
 
 
 async def get_requests(call: Call[RequestsQuery, None]) -> Answer:
@@ -79,14 +78,14 @@ async def get_requests(call: Call[RequestsQuery, None]) -> Answer:
     query = call.query
     live = call.site.engines.find(query).require_live()
     wanted = RequestQuery(state=given(query.state), cursor=query.cursor, limit=query.limit)
-    return Answer(await off_loop(live.inspect_requests, wanted))
+    return Answer(await call.site.looks.look(live.inspect_requests, wanted))
 
 
 async def get_request(call: Call[EngineQuery, None]) -> Answer:
     """Show one request."""
     live = call.site.engines.find(call.query).require_live()
     request = call.path["request"]
-    page = await off_loop(live.inspect_requests, RequestQuery(request=request, limit=1))
+    page = await call.site.looks.look(live.inspect_requests, RequestQuery(request=request, limit=1))
     if not page.requests:
         raise Problem(
             problems.NOT_FOUND, f"request {request!r} is not live; GET {PREFIX}/requests lists those that are"
@@ -97,7 +96,7 @@ async def get_request(call: Call[EngineQuery, None]) -> Answer:
 async def get_prefixes(call: Call[PrefixesQuery, None]) -> Answer:
     """Show the largest branches of the prefix tree."""
     live = call.site.engines.find(call.query).require_live()
-    return Answer(await off_loop(live.inspect_prefixes, call.query.by, call.query.limit))
+    return Answer(await call.site.looks.look(live.inspect_prefixes, call.query.by, call.query.limit))
 
 
 OPERATIONS = (

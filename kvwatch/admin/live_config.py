@@ -40,6 +40,8 @@ class ConfigAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: str
     dp_rank: int
+    run: str
+    """Names this run of the engine: what was read of an earlier one is out of date."""
     version: int
     """Grows with each change."""
     is_rebuild_allowed: bool
@@ -96,6 +98,7 @@ def config_answer(engine: AdminEngine, state: SettingsState, expiries: Mapping[s
     return ConfigAnswer(
         engine=engine.name,
         dp_rank=engine.dp_rank,
+        run=engine.epoch,
         version=state.version,
         is_rebuild_allowed=state.is_rebuild_allowed,
         settings=[*changeable, *fixed],
@@ -128,7 +131,7 @@ def toml_value(value: SettingValue) -> str:
 def _helm_values(values: Sequence[tuple[str, SettingValue]]) -> str:
     if not values:
         return ""
-    return "config:\n" + "".join(f"  {key}: {toml_value(value)}\n" for key, value in values)
+    return "settings:\n" + "".join(f"  {key}: {json.dumps(value)}\n" for key, value in values)
 
 
 def _changeable(state: SettingState, source: str | None, expires_at: str | None) -> ConfigSetting:

@@ -12,6 +12,7 @@ from kvwatch.admin.change_desk import ChangeDesk
 from kvwatch.admin.declared_file import DeclaredFile
 from kvwatch.admin.engines import AdminEngines
 from kvwatch.admin.event_stream import EventStreams
+from kvwatch.admin.looking import Looks
 from kvwatch.admin.openapi import make_document
 from kvwatch.admin.operations import OPERATIONS
 from kvwatch.admin.settings import AdminOptions, is_loopback, open_audit_file, reserve
@@ -96,7 +97,14 @@ class AdminPart:
         file = None if self._options.config_file is None else DeclaredFile(self._options.config_file)
         desk = ChangeDesk(self._engines, self._trail, self._clock, file)
         described = make_document(OPERATIONS, is_reading_open=is_loopback(self._socket.getsockname()[0]))
-        site = Site(engines=self._engines, streams=self._streams, trail=self._trail, desk=desk, document=described)
+        site = Site(
+            engines=self._engines,
+            streams=self._streams,
+            trail=self._trail,
+            desk=desk,
+            looks=Looks(),
+            document=described,
+        )
         app = AdminApp(OPERATIONS, self._guard, site)
         if self._grpc is not None:
             self._grpc.attach(app)

@@ -7,6 +7,7 @@ from kvwatch.admin.audit import AuditEntry, AuditTrail
 from kvwatch.admin.change_desk import ChangeDesk
 from kvwatch.admin.engines import AdminEngine, AdminEngines
 from kvwatch.admin.event_stream import EventStreams
+from kvwatch.admin.looking import Looks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,7 @@ class Site:
     streams: EventStreams
     trail: AuditTrail
     desk: ChangeDesk
+    looks: Looks
     document: bytes
     """The OpenAPI document."""
 

@@ -86,7 +86,15 @@ class TokenFile:
     def find(self, sent: str) -> Found | None:
         """Return the token that was sent; none if it is not in the file. Takes as long whichever it is."""
         self._refresh()
-        digest = hashlib.sha256(sent.encode("utf-8", "surrogatepass")).digest()
+        return self._find(hashlib.sha256(sent.encode("utf-8", "surrogatepass")).digest())
+
+    def still_allows(self, token: Token) -> bool:
+        """Whether a token that was found is in the file yet, its time is not over, and it has lost no role."""
+        self._refresh()
+        found = self._find(token.digest)
+        return found is not None and not found.is_expired and found.token.roles >= token.roles
+
+    def _find(self, digest: bytes) -> Found | None:
         matches = [token for token in self._tokens if hmac.compare_digest(digest, token.digest)]
         if not matches:
             return None

@@ -36,7 +36,7 @@ class EngineKey(NamedTuple):
     """The common labels of one engine's series."""
 
     engine: str
-    dp_rank: str
+    dp_rank: int
     model_name: str
 
 
@@ -68,8 +68,13 @@ def _foreign(text: str) -> Engines:
     for dialect in _FOREIGN:
         if any(line.startswith(dialect.prefix) for line in text.splitlines()):
             page, kind = read_page(text, dialect), dialect.prefix.rstrip(":")
-            return {EngineKey(kind, str(rank), page.model_name): found for rank, found in page.ranks.items()}
+            return {EngineKey(kind, rank, page.model_name): found for rank, found in page.ranks.items()}
     return {}
+
+
+def _key_of(labels: Mapping[str, str]) -> EngineKey:
+    """Return whose row it is; a row that names no rank is of the first one."""
+    return EngineKey(labels.get("engine", ""), int(labels.get("dp_rank") or 0), labels.get("model_name", ""))
 
 
 class _Buckets:
@@ -88,7 +93,7 @@ def _kvwatch(lines: Iterable[str]) -> Engines:
             metric, part = _metric_of(row.name)
             if metric is None or not math.isfinite(row.value):
                 continue
-            key = EngineKey(*(row.labels.get(name, "") for name in EngineKey._fields))
+            key = _key_of(row.labels)
             labels = tuple(row.labels.get(name, "") for name in metric.labels)
             if metric.kind is not MetricKind.HISTOGRAM:
                 engines[key].append(Sample(metric, labels, row.value))

@@ -16,7 +16,7 @@ def text_report(report: DiagnosisReport) -> str:
 
 def _engine(told: EngineDiagnosis) -> Iterator[str]:
     model = f" ({told.model_name})" if told.model_name else ""
-    rank = f" rank {told.dp_rank}" if told.dp_rank not in {"", "0"} else ""
+    rank = f" rank {told.dp_rank}" if told.dp_rank else ""
     diagnosis = told.diagnosis
     if diagnosis is None:
         yield f"{told.engine}{rank}{model}: seen only once; ask again in some seconds"

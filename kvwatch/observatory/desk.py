@@ -71,7 +71,7 @@ class DiagnosisDesk:
         with self._lock:
             found = self._lookback.diagnose(reading)
         engine, dp_rank, model_name = self._identity().labels
-        return EngineDiagnosis(engine, dp_rank, model_name, found)
+        return EngineDiagnosis(engine, int(dp_rank), model_name, found)
 
     def report(self) -> DiagnosisReport:
         """Return the same as the report of one engine."""

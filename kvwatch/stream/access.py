@@ -3,10 +3,12 @@
 Without a token only loopback is listened on. Tokens and certificates are files, so that neither is on a command line.
 """
 
+import errno
 import hmac
 import ipaddress
 import socket
 import ssl
+import stat
 from pathlib import Path
 
 import grpc
@@ -80,8 +82,10 @@ class Tokens:
             self._tokens, self._stamp = (), None
 
     def _stat(self) -> tuple[int, int, int]:
-        stat = self._path.stat()
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        found = self._path.stat()
+        if not stat.S_ISREG(found.st_mode):  # to read a pipe could take for ever
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _read(self) -> tuple[bytes, ...]:
         lines = [line.strip() for line in self._path.read_text(encoding="utf-8").splitlines()]

@@ -93,5 +93,7 @@ def test_adapters_are_loaded_and_unloaded(folder: Path, tmp_path: Path) -> None:
                 assert "team/first" in {model.id for model in openai.models.list().data}
             assert client.post("/adapters/team%2Ffirst/unload", json={"reason": "done"}).status_code == 200
             assert client.post("/adapters/team%2Ffirst/unload", json={"reason": "done"}).status_code == 404
+            subjects = [entry["subject"] for entry in client.get("/audit").json()["entries"]]
+            assert subjects == ["team/first", "other from ../tokens", "team/first from one", "team/first from one"]
             outcomes = [entry["outcome"] for entry in client.get("/audit").json()["entries"]]
             assert outcomes == ["done", "refused", "refused", "done"]

@@ -69,6 +69,18 @@ def test_an_engine_is_looked_into_and_changed_through_its_sidecar(engine: AdminS
         wait_until(lambda: near.get("/pool").json()["tiers"][0]["capacity"] == 400, 60)
 
 
+def test_the_diagnosis_names_engines_that_were_never_reached(engine: AdminStage, tmp_path: Path) -> None:
+    with beside(engine, tmp_path, "lost=vllm+http://127.0.0.1:9") as stage, client(stage) as near:
+        stage.wait_until_watched(1)
+        told = {each["engine"]: each for each in near.get("/diagnosis").json()["engines"]}
+        (lost,) = near.get("/diagnosis?engine=lost").json()["engines"]
+
+        assert told.keys() == {"chat", "lost"}
+        assert lost["diagnosis"]["findings"][0]["rule"] == "source_incomplete"
+        assert [each["engine"] for each in near.get("/diagnosis?engine=chat&dp_rank=0").json()["engines"]] == ["chat"]
+        assert near.get("/diagnosis?engine=other").status_code == 404
+
+
 def test_who_may_do_what_is_decided_by_the_sidecar_too(engine: AdminStage, tmp_path: Path) -> None:
     with beside(engine, tmp_path) as stage:
         stage.wait_until_watched(1)

@@ -69,8 +69,8 @@ INSIGHT: tuple[Fault, ...] = (
         name="engines-of-a-page-are-one",
         stands_for="A sidecar's engines are thrown together, so that one healthy rank hides a sick one.",
         file="kvwatch/doctor/pages.py",
-        old='row.labels.get(name, "") for name in EngineKey._fields',
-        new='row.labels.get("engine", "") for _ in EngineKey._fields',
+        old='int(labels.get("dp_rank") or 0)',
+        new='int(labels.get("dp_rank") or 0) * 0',
         tests=(PAGES,),
     ),
     Fault(

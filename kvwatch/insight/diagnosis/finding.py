@@ -74,7 +74,7 @@ class EngineDiagnosis(msgspec.Struct, frozen=True):
     """What is said of one engine, or of one data-parallel rank of it."""
 
     engine: str
-    dp_rank: str
+    dp_rank: int
     model_name: str
     diagnosis: Diagnosis | None
     """None while there was only one look at it: ask again in some seconds."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from admin_access import METHODS, ODD, PATHS, ROLES, SENT, expected, filled
+from admin_access import METHODS, ODD, PATHS, ROLES, SENT, expected, filled, odd_spellings
 from admin_stage import AdminStage, admin_stage
 
 from kvwatch.admin.settings import AdminOptions, check_options
@@ -56,6 +56,29 @@ def test_every_operation_demands_what_it_should(
             assert status in (wanted | ({409} if "{" in path and 200 in wanted else set())), (method, path, who, body)
             if status >= 400 and method != "HEAD":
                 assert json.loads(body)["status"] == status
+
+
+FOREIGN = (
+    ("Host", "evil.example"), ("Host", "192.0.2.1:9401"), ("Origin", "http://evil.example"), ("Origin", "null"),
+    ("Sec-Fetch-Site", "cross-site"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_whoever_comes_from_elsewhere_is_refused_on_every_path_whatever_the_token(stage: AdminStage, path: str) -> None:
+    for who, sent in SENT.items():
+        for method in METHODS:
+            for header in FOREIGN:
+                assert ask(stage, method, filled(path), sent, header)[0] == 403, (method, path, who, header)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("who", ["nobody", "unknown", "expired", "read", "operate"])
+def test_no_path_is_there_under_another_spelling(stage: AdminStage, path: str, who: str) -> None:
+    for spelling in odd_spellings(path):
+        for method in ("GET", "POST", "PATCH"):
+            is_let_in = who in ROLES or (who == "nobody" and method == "GET")
+            assert ask(stage, method, spelling, SENT[who])[0] == (404 if is_let_in else 401), (method, spelling)
 
 
 @pytest.mark.parametrize("path", ODD)

@@ -3,15 +3,18 @@
 import contextlib
 import io
 import json
+import logging
 import os
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import httpx
+import msgspec
 import pytest
 from admin_stage import TOKENS, AdminStage, admin_stage
 from openai_server import wait_until
@@ -20,9 +23,12 @@ from kvwatch import http_protocol
 from kvwatch.admin import app
 from kvwatch.admin.audit import AuditEntry, AuditTrail
 from kvwatch.admin.declared_file import DeclaredFile, changed_text
-from kvwatch.admin.engines import DeclaredSetting
+from kvwatch.admin.engines import AdminEngine, DeclaredSetting
+from kvwatch.admin.live_config import config_answer
 from kvwatch.admin.problems import Problem
+from kvwatch.control import SettingsState
 from kvwatch.errors import ConfigError
+from kvwatch.logs import LogOutput
 from kvwatch.telemetry.clock import SystemClock
 from kvwatch_engine.live.changer import RebuildLimits
 
@@ -66,7 +72,7 @@ def test_a_change_is_in_force_recorded_and_told(
         assert setting(client, "num_blocks")["declared"] == 401
         diff = client.get("/config/diff").json()
         assert diff["toml"] == 'num_blocks = 301\nwatermark = "0.05"\n'
-        assert diff["helm_values"] == 'config:\n  num_blocks: 301\n  watermark: "0.05"\n'
+        assert diff["helm_values"] == 'settings:\n  num_blocks: 301\n  watermark: "0.05"\n'
     lines = [record.getMessage() for record in caplog.records if record.name == "kvwatch.audit"]
     assert len(lines) == 2
     assert all("room for others" in line for line in lines)
@@ -192,6 +198,27 @@ def test_a_body_that_does_not_come_keeps_no_connection(tmp_path: Path, monkeypat
         assert b"urn:kvwatch:problem:slow-body" in received
 
 
+def test_settings_of_another_run_are_out_of_date_however_alike_they_are(stage: AdminStage) -> None:
+    """A clock that was set back could give two runs the same version."""
+    state = SettingsState(7, [], is_rebuild_allowed=False)
+    engine = AdminEngine(labels={}, log=stage.log, view=lambda: stage.observatory.view, control=stage.engine)
+
+    answers = [config_answer(each, state, {}) for each in (engine, engine, replace(engine, epoch="earlier"))]
+
+    tags = [app.etag(msgspec.json.encode(answer)) for answer in answers]
+    assert tags[0] == tags[1] != tags[2]
+
+
+def test_the_metrics_say_how_long_a_sequence_the_pool_lets_be(stage: AdminStage) -> None:
+    with stage.client("operate") as client:
+        wait_until(lambda: stage.value("config_value", key="max_model_len") == 4000, 60)
+
+        change(client, changes={"num_blocks": 101})
+
+        wait_until(lambda: stage.value("config_value", key="max_model_len") == 1600, 60)
+        assert stage.engine.max_model_len == 1600
+
+
 def test_a_dry_run_says_what_would_happen_and_changes_nothing(stage: AdminStage) -> None:
     with stage.client("operate") as client:
         answer = change(client, "?dry_run=true", changes={"num_blocks": 301}).json()
@@ -284,6 +311,27 @@ def test_no_audit_no_change(tmp_path: Path) -> None:
         assert not client.get("/admission").json()["admission"]["is_paused"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_no_line_in_the_log_no_change_where_the_log_is_all_there_is(tmp_path: Path) -> None:
+    """What reads the log is gone, or its disk is full; another audit file takes its place."""
+    root = logging.getLogger()
+    before, root.handlers[:] = root.handlers[:], []
+    try:
+        with (tmp_path / "audit").open("w", encoding="utf-8") as good:
+            for options, status in (({}, 503), ({"audit_file": str(tmp_path / "file")}, 200)):
+                with admin_stage(tmp_path, options=options) as stage, stage.client("operate") as client:
+                    root.handlers[:] = [LogOutput(good)]
+                    assert change(client, changes={"watermark": "3"}).status_code == 200
+                    with contextlib.suppress(OSError), open("/dev/full", "w", encoding="utf-8") as full:
+                        root.handlers[:] = [LogOutput(full)]
+                        answer = change(client, changes={"watermark": "4"})
+                        assert answer.status_code == status, answer.text
+                    assert setting(client, "watermark")["value"] == ("3" if status == 503 else "4")
+                    root.handlers[:] = []
+    finally:
+        root.handlers[:] = before
+
+
 class SmallDisk(io.FileIO):
     """A file on a disk that has room for so many bytes more."""
 
@@ -348,6 +396,9 @@ def test_a_value_may_be_declared_for_good(tmp_path: Path) -> None:
     ):
         answer = change(client, changes={"num_blocks": 301, "watermark": "7"}, persist=True)
         refused = change(client, changes={"max_num_seqs": 4}, persist=True)
+        taken_back = client.post(
+            f"/audit/{answer.json()['audit']['id']}/revert?dry_run=true", json={"reason": "no", "persist": True}
+        )
 
         assert answer.status_code == 200, answer.text
         assert path.read_text(encoding="utf-8") == '# ours\nnum_blocks = 301 # as measured\nwatermark = "7"\n'
@@ -355,6 +406,13 @@ def test_a_value_may_be_declared_for_good(tmp_path: Path) -> None:
         assert client.get("/config/diff").json()["differences"] == []
         assert refused.status_code == 409
         assert "flag" in refused.json()["detail"]
+        assert taken_back.json()["preview"]["is_possible"]
+        assert "301" in path.read_text(encoding="utf-8"), "it was only asked"
+        first = answer.json()["audit"]["id"]
+        undone = client.post(f"/audit/{first}/revert", json={"reason": "no", "persist": True}).json()
+        assert (undone["audit"]["reverts"], undone["audit"]["expires_at"]) == (first, None)
+        assert path.read_text(encoding="utf-8") == '# ours\nnum_blocks = 401 # as measured\nwatermark = "0"\n'
+        assert client.get("/config/diff").json()["differences"] == []
     assert os.listdir(tmp_path).count("kvwatch.toml") == 1
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".kvwatch")]
 

@@ -44,7 +44,12 @@ def test_looking_prints_json(stage: AdminStage, tmp_path: Path, capsys: pytest.C
     assert admin(stage, tmp_path, "request", "a", "--engine", "chat") == 0
     assert json.loads(capsys.readouterr().out)["state"] == "running"
     assert admin(stage, tmp_path, "events", "--seconds", "5", "--events", "step") == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[0])["event"].startswith("step.")
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[0])["event"].startswith("step.")
+    _, _, last_id = told.err.strip().rpartition("--last-event-id ")
+    assert int(last_id.rpartition("-")[2]) == json.loads(told.out.splitlines()[-1])["seq"]
+    assert admin(stage, tmp_path, "events", "--seconds", "1", "--last-event-id", "of-another-run-5") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["event"] == "gap"
 
 
 def test_a_change_takes_the_present_settings_as_read(

@@ -15,6 +15,7 @@ CODES = {
     grpc.StatusCode.UNAUTHENTICATED: 401,
     grpc.StatusCode.PERMISSION_DENIED: 403,
     grpc.StatusCode.UNIMPLEMENTED: 501,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
 }
 
 
@@ -50,6 +51,17 @@ def test_every_operation_demands_what_it_does_over_http(stage: AdminStage, who: 
             assert status in wanted | ({409} if "{" in path and 200 in wanted else set()), (method, path, who)
 
 
+def test_who_sends_no_token_is_counted_and_told_to_wait(tmp_path: Path) -> None:
+    with admin_stage(tmp_path, options={"failures_per_minute": 1, "failures_at_once": 3}) as stage:
+        asked = CallRequest(path="/admin/v1/pool")
+
+        found = [call(stage, asked, None).status for _ in range(5)]
+
+        assert found == [401, 401, 401, 429, 429]
+        assert stage.value("admin_auth_failures", reason="missing") == 5
+        assert call(stage, asked, SENT["read"]).status == 200
+
+
 @pytest.mark.parametrize("path", ODD)
 def test_what_is_not_listed_is_not_there(stage: AdminStage, path: str) -> None:
     for who, status in (("nobody", 401), ("unknown", 401), ("read", 404), ("operate", 404)):
@@ -58,6 +70,21 @@ def test_what_is_not_listed_is_not_there(stage: AdminStage, path: str) -> None:
 
 def test_a_token_of_the_event_stream_changes_nothing(stage: AdminStage) -> None:
     assert call(stage, CallRequest(path="/admin/v1/pool"), "Bearer a-token-of-the-stream").status == 401
+
+
+@pytest.mark.parametrize("method", ["Snapshot", "Subscribe"])
+@pytest.mark.parametrize("who", [*SENT, "the stream's own"])
+def test_a_token_of_the_admin_api_reads_no_event_stream(stage: AdminStage, method: str, who: str) -> None:
+    sent = "Bearer a-token-of-the-stream" if who == "the stream's own" else SENT[who]
+    metadata: Sequence[tuple[str, str]] = () if sent is None else (("authorization", sent),)
+    with grpc.insecure_channel(stage.grpc) as channel:
+        answer = channel.unary_stream(f"/kvwatch.v1.Telemetry/{method}")(b"", timeout=60, metadata=metadata)
+        if who == "the stream's own":
+            assert next(answer)
+            return
+        with pytest.raises(grpc.RpcError) as caught:
+            next(answer)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_a_change_is_made_and_recorded_with_who_wanted_it(stage: AdminStage) -> None:

@@ -1,13 +1,18 @@
 """What the admin API shows of a running engine is what the engine says of itself."""
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
-from admin_stage import AdminStage, admin_stage
+from admin_stage import TOKEN_FILE, TOKENS, AdminStage, admin_stage
 from openai_server import wait_until
+
+from kvwatch.admin import event_stream
+from kvwatch.admin.looking import PAUSE_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +110,15 @@ def test_the_document_is_open_api_and_lists_what_is_answered(stage: AdminStage) 
                 assert client.get(stage.url + path).status_code in {200, 409}, path
 
 
+def test_whoever_looks_all_the_time_leaves_the_engine_time_for_its_steps(stage: AdminStage) -> None:
+    with stage.client() as client, ThreadPoolExecutor(8) as many:
+        began = time.monotonic()
+        found = list(many.map(lambda path: client.get(path).status_code, ["/blocks", "/prefixes", "/requests"] * 9))
+
+        assert set(found) == {200}
+        assert time.monotonic() - began >= (len(found) - 1) * PAUSE_SECONDS
+
+
 # ---------------------------------------------------------------- events
 
 
@@ -190,6 +204,33 @@ def test_a_stream_ends_when_its_time_is_over(stage: AdminStage) -> None:
     with stage.client() as client:
         answer = client.get("/events?seconds=0.1")
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("now", "is_over"),
+    [
+        (TOKEN_FILE.replace(TOKENS["prompts"], "another-0123456789abcdef"), True),
+        (TOKEN_FILE.replace("prompts   prompts", "prompts   read   "), True),
+        (TOKEN_FILE.replace("2099-01-01T00:00:00Z", "2001-01-01"), True),
+        (TOKEN_FILE.replace("prompts   prompts", "prompts   prompts,operate"), False),
+    ],
+    ids=["gone", "less allowed", "expired", "more allowed"],
+)
+def test_a_stream_ends_when_its_token_does(
+    tmp_path: Path, now: str, is_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_stream, "LOOK_SECONDS", 0.1)
+    with admin_stage(tmp_path) as stage, stage.client("prompts") as client:
+        seconds = 60 if is_over else 3
+        began = time.monotonic()
+        with client.stream("GET", "/events", params={"seconds": seconds}) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith(": ")
+            (tmp_path / "tokens").write_text(now, encoding="utf-8")
+            rest = "".join(lines)
+
+        assert ("token" in rest) == is_over
+        assert (time.monotonic() - began < seconds) == is_over
 
 
 def test_streams_are_bounded_and_give_back_their_place(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def test_the_golden_page_is_one_engine_with_its_labels_and_histograms() -> None:
     engines = read_engines(GOLDEN.read_text(encoding="utf-8"))
 
     (samples,) = engines.values()
-    assert list(engines) == [EngineKey("scripted", "0", "scripted-model")]
+    assert list(engines) == [EngineKey("scripted", 0, "scripted-model")]
     steps = [each for each in samples if isinstance(each, HistogramSample) and each.metric is m.STEP_TOKENS]
     assert [each.bounds for each in steps] == [m.STEP_TOKENS.buckets]
     states = {each.labels for each in samples if isinstance(each, Sample) and each.metric is m.REQUESTS}
@@ -33,8 +33,8 @@ def test_engines_of_one_page_are_kept_apart_and_what_is_of_no_engine_is_left_out
     engines = read_engines(page)
 
     assert engines == {
-        EngineKey("a", "0", "m"): [Sample(m.SOURCE_UP, (), 1)],
-        EngineKey("a", "1", "m"): [Sample(m.SOURCE_UP, (), 0)],
+        EngineKey("a", 0, "m"): [Sample(m.SOURCE_UP, (), 1)],
+        EngineKey("a", 1, "m"): [Sample(m.SOURCE_UP, (), 0)],
     }
 
 

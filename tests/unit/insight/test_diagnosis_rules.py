@@ -102,4 +102,4 @@ def _from_page(reading: Reading) -> Reading:
     view = View(0, 0, 0, (), (), ())
     collector = ViewCollector(lambda: view, [lambda: reading.samples], EngineIdentity("chat", 0, "tiny"))
     page = MetricsPage(collector, SystemClock()).render().body.decode()
-    return Reading(reading.seconds, read_engines(page)[EngineKey("chat", "0", "tiny")])
+    return Reading(reading.seconds, read_engines(page)[EngineKey("chat", 0, "tiny")])

@@ -34,7 +34,7 @@ def test_one_look_is_not_enough_and_two_are() -> None:
     patient.run(200)
     (told,) = desk.report().engines
 
-    assert (told.engine, told.dp_rank, told.model_name) == ("chat", "1", "tiny")
+    assert (told.engine, told.dp_rank, told.model_name) == ("chat", 1, "tiny")
     assert told.diagnosis is not None
     assert [each.rule for each in told.diagnosis.findings] == ["waiting_though_free"]
 

@@ -46,6 +46,19 @@ def test_tokens_are_read_again_when_the_file_changes_and_nobody_is_let_in_when_i
     assert (tokens.accepts("old"), tokens.accepts("")) == (False, False)
 
 
+def test_a_pipe_in_place_of_the_file_lets_nobody_in_and_holds_up_nobody(tmp_path: Path) -> None:
+    """Opening it would wait for a writer, on the thread that answers everybody."""
+    path = tmp_path / "tokens"
+    path.write_text("alpha\n", encoding="utf-8")
+    tokens = Tokens(str(path))
+    path.unlink()
+    os.mkfifo(path)
+
+    assert not tokens.accepts("alpha")
+    with pytest.raises(ConfigError, match="no regular file"):
+        Tokens(str(path))
+
+
 @pytest.mark.parametrize("content", [b"", b"# nothing\n\n", b"\xff\xfe"])
 def test_a_file_without_tokens_is_an_error_of_the_start(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "tokens"
