@@ -26,7 +26,7 @@ CHANGES: list[tuple[str, Any]] = [
     ("block_size", 32), ("block_size", 8), ("block_size", 16), ("num_blocks", 80), ("num_blocks", 300),
     ("watermark", "0.05"), ("preemption_mode", "swap"),
 ]  # fmt: skip
-MAX_TRIES = 10
+MAX_TRIES = 30
 """Times that a change is made again since the load was not full at its moment."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
