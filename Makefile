@@ -86,8 +86,9 @@ derive: $(STAMP) ## write what is generated from the declarations
 lock: $(STAMP) ## the versions of everything in the container images, as pip chooses today
 	$(BIN)/python deploy/docker/lock.py
 
+# Beside vLLM's block manager where `make test-vllm` has built an environment for it.
 bench: $(STAMP) ## benchmarks as JSON; exits 1 when a budget is missed
-	$(BIN)/python tests/perf/bench.py $(ARGS)
+	$(if $(wildcard $(VLLM_STAMP)),VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python) $(BIN)/python tests/perf/bench.py $(ARGS)
 
 study: $(STAMP) ## what the engine's defaults rest on: tables and plots under docs/studies
 	for study in watermark victims swap block_size; do \

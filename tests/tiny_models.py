@@ -4,12 +4,16 @@ The weights are random but not degenerate: biases and norm weights, which transf
 are random too, so that a decoder which forgot one of them fails.
 """
 
+import json
+import re
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     Gemma3ForCausalLM,
@@ -159,3 +163,32 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def embedded_model_folder() -> Path:
     """Return the converted folder of the embedded model; converts it if no earlier run did (some 20 s)."""
     return resolve_source("embedded", default_cache_dir()).folder
+
+
+SHALLOW_LAYERS = (0, 1, 2, 3, 28, 29)
+"""The embedded model's first and last layers. In between it learnt to make sense, and so to repeat itself."""
+
+
+def make_shallow_model(folder: Path) -> Path:
+    """Write a model of a few of the embedded one's layers, with its tokenizer; return the folder.
+
+    It computes five times as fast. Its greedy texts are nonsense that never repeats itself: each token hangs on all
+    before it, so that they show a wrong K/V sooner than the whole model's, which says one word again and again when it
+    is asked random ones.
+    """
+    source = embedded_model_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, folder)
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": len(SHALLOW_LAYERS)}))
+    kept = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        match = re.fullmatch(r"(model\.layers\.)(\d+)(\..+)", name)
+        if match is None:
+            kept[name] = tensor
+        elif int(match[2]) in SHALLOW_LAYERS:
+            kept[f"{match[1]}{SHALLOW_LAYERS.index(int(match[2]))}{match[3]}"] = tensor
+    save_file(kept, folder / "model.safetensors")
+    return folder

@@ -212,8 +212,14 @@ def test_auto_swaps_over_a_fast_link_and_recomputes_behind_a_slow_one(model: Loa
                 break
         stage.core.close()
         for event in measured:
-            cheaper = "swap" if event.swap_estimate_ns < event.recompute_estimate_ns else "recompute"  # type: ignore[operator]
+            assert event.swap_estimate_ns is not None
+            assert event.recompute_estimate_ns is not None
+            cheaper = "swap" if event.swap_estimate_ns < event.recompute_estimate_ns else "recompute"
             assert event.mode == cheaper
+            print(
+                f"{event.mode}: {event.swap_estimate_ns / 1e6:.1f} ms to swap {event.num_blocks} blocks, "
+                f"{event.recompute_estimate_ns / 1e6:.1f} ms to compute {event.tokens_at_risk} tokens again"
+            )
         modes: list[str] = [event.mode for event in measured]
         print(f"{bandwidth / 1e6:.0f} MB/s: {modes.count('swap')} swaps, {modes.count('recompute')} recomputations")
         assert modes.count(mode) > len(modes) / 2
