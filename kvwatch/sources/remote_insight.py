@@ -32,7 +32,8 @@ class RemoteInsight:
     def apply(self, event: Event) -> None:
         """Follow one event. O(blocks of the event)."""
         if isinstance(event, BlocksStored):
-            self._insight.on_stored(event.tier, event.group, event.hashes, event.parent, event.time_ns, None)
+            for hashes, parent in _chains(event):
+                self._insight.on_stored(event.tier, event.group, hashes, parent, event.time_ns, None)
         elif isinstance(event, BlocksEvicted):
             if event.reason != "reset":  # the CacheCleared that follows says all of it
                 self._insight.on_removed(event.tier, event.group, event.hashes, event.ages_ns, event.time_ns)
@@ -52,3 +53,10 @@ class RemoteInsight:
             for sample in self._insight.samples()
             if sample.metric not in _OF_PREFIXES or sample.labels[0] not in unknown
         ]
+
+
+def _chains(event: BlocksStored) -> list[tuple[list[bytes], bytes | None]]:
+    """Return blocks that follow each other, and what the first of them follows; those of other tiers one by one."""
+    if event.parents is None:
+        return [(event.hashes, event.parent)]
+    return [([content], parent or None) for content, parent in zip(event.hashes, event.parents, strict=True)]

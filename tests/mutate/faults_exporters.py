@@ -76,6 +76,14 @@ EXPORTERS = (
         tests=(KV_EVENTS,),
     ),
     Fault(
+        name="offloaded-as-one-chain",
+        stands_for="O46: blocks that were offloaded together are told as if each followed the one before it.",
+        file="kvwatch/exporters/kv_events/translator.py",
+        old="        parents = event.parents\n",
+        new="        parents = None\n",
+        tests=(KV_EVENTS,),
+    ),
+    Fault(
         name="reset-that-nobody-hears",
         stands_for="O49: a reset of the cache is not told, and readers route to blocks that are gone.",
         file="kvwatch/exporters/kv_events/translator.py",

@@ -28,6 +28,14 @@ METRICS = (
         tests=(WINDOW,),
     ),
     Fault(
+        name="extremes-of-a-tier-that-is-gone",
+        stands_for="O62: the fewest free blocks of a tier that was laid out anew are those of the blocks before.",
+        file="kvwatch/ledger/mirror.py",
+        old="        actions[BlocksLaidOut] += (self._restart_extremes_behind,)\n",
+        new="",
+        tests=(MIRROR,),
+    ),
+    Fault(
         name="extremes-that-never-leave",
         stands_for="O16: an idle engine shows the extreme of an hour ago, since nothing publishes a view.",
         file="kvwatch/ledger/mirror.py",

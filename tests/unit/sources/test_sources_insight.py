@@ -6,15 +6,18 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_engine import NaiveEngine
 
-from kvwatch.ledger.view import HistogramSample
+from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.sources.insight import make_observer
 from kvwatch.sources.insight.ghosts import Ghosts
 from kvwatch.sources.insight.observer import Insight
 from kvwatch.sources.insight.prefixes import PrefixForest, Shape, Subtree
 from kvwatch.sources.mirror import Mirror
+from kvwatch.sources.remote_insight import RemoteInsight
 from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.clock import SystemClock
+from kvwatch.telemetry.events import BlocksStored
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.schema import Metric
 from kvwatch.wire.foreign import Cleared, ForeignBatch, Stored
@@ -256,3 +259,16 @@ def test_a_rank_tells_what_it_learnt() -> None:
     insight.on_stored("device", "0", [b"c"], b"b", 5_000_000_000, None)
     again = {(each.metric, each.labels): each for each in insight.samples()}
     assert again[m.KV_PREMATURE_EVICTION_EXTRA, ("device",)] == extra
+
+
+def test_the_shape_of_what_a_host_holds_is_that_of_its_prefixes_in_whatever_order_they_came() -> None:
+    """The end of a chain is evicted first, and offloaded together with ends of others."""
+    insight = RemoteInsight()
+    insight.load(NaiveEngine(EventLog()).snapshot())
+
+    insight.apply(
+        BlocksStored([b"c", b"y", b"b", b"a"], [1, 2, 3, 4], None, tier="host", parents=[b"b", b"", b"a", b""])
+    )
+
+    shape = {sample.metric: sample.value for sample in insight.samples() if isinstance(sample, Sample)}
+    assert (shape[m.KV_PREFIX_ROOTS], shape[m.KV_PREFIX_DEPTH_MAX], shape[m.KV_PREFIX_BRANCHES]) == (2, 3, 0)
