@@ -1,7 +1,7 @@
 # The whole contributor interface. Each target sets up what it needs; flags go through ARGS, for instance
 #   make serve ARGS="--port 8001 --num-blocks 500"
 #   make test ARGS="-k scheduler -x"
-.PHONY: install serve observatory test test-all test-gpu test-vllm check fix bench bench-gpu study mutate derive lock clean help
+.PHONY: install serve observatory dashboards-preview test test-all test-gpu test-vllm check fix bench bench-gpu study mutate derive lock clean help
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
@@ -18,7 +18,7 @@ PACKAGES := kvwatch engine/kvwatch_engine kernels/kvwatch_kernels dashboards/kvw
 LINTED := $(PACKAGES) tests deploy
 
 help: ## what can be done
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 install: $(STAMP) ## the virtual environment with everything in it
 
@@ -44,6 +44,9 @@ prometheus:
 
 serve: $(STAMP) ## SmolLM2-135M-Instruct on the CPU, http://127.0.0.1:8000/v1
 	$(BIN)/kvwatch serve $(ARGS)
+
+dashboards-preview: $(STAMP) prometheus ## draw all dashboards from a run of real servers, into docs/pictures
+	PYTHONPATH=tests $(BIN)/python tests/dashboards_preview.py $(ARGS)
 
 observatory: $(STAMP) prometheus ## an engine, Prometheus and Alertmanager on this machine, without containers
 	@$(BIN)/python -m kvwatch_dashboards.local $(ARGS)

@@ -81,7 +81,9 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def serve_process(model: Path | str, *flags: str, cwd: Path | None = None) -> Iterator[ServerProcess]:
+def serve_process(
+    model: Path | str, *flags: str, cwd: Path | None = None, ready_seconds: float = 120
+) -> Iterator[ServerProcess]:
     """Start a server on free ports and wait until it is ready."""
     command = [
         sys.executable, "-m", "kvwatch", "serve", "--model", str(model), "--port", "0",
@@ -91,7 +93,7 @@ def serve_process(model: Path | str, *flags: str, cwd: Path | None = None) -> It
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, cwd=cwd)
     server = ServerProcess(process)
     try:
-        ready = server.wait_for("ready", 120)
+        ready = server.wait_for("ready", ready_seconds)
         server.api, server.metrics_url = str(ready["api"]), str(ready["metrics"])
         yield server
     finally:

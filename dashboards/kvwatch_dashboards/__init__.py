@@ -12,6 +12,8 @@
 - rules_file.py   rules as YAML
 - generated.py    what is written to dashboards/generated
 - prometheus_api.py  what is asked of a running Prometheus
+- annotations.py  moments that dashboards mark
+- preview/        dashboards as pictures, without Grafana
 - local/          Prometheus and Alertmanager on this machine: `make observatory`
 
     python -m kvwatch_dashboards            # writes dashboards/generated

@@ -84,6 +84,14 @@ class PrometheusApi:
         found = msgspec.json.decode(result, type=list[_Vector])
         return [Series(each.metric, ((each.value[0], float(each.value[1])),)) for each in found]
 
+    def matrix(self, selector: str) -> list[Series]:
+        """Return the samples themselves of a range selector, such as `up[5m]`, until now.
+
+        Raises:
+            PrometheusError: it is refused, or is none.
+        """
+        return _lines(self._result("query", {"query": selector}, "matrix"))
+
     def range(self, query: str, start: float, end: float, step: float) -> list[Series]:
         """Return the series of a query from `start` to `end` (Unix seconds), a point every `step` seconds.
 
@@ -91,8 +99,7 @@ class PrometheusApi:
             PrometheusError: it is refused.
         """
         asked = {"query": query, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:g}"}
-        found = msgspec.json.decode(self._result("query_range", asked, "matrix"), type=list[_Line])
-        return [Series(each.metric, tuple((at, float(value)) for at, value in each.values)) for each in found]
+        return _lines(self._result("query_range", asked, "matrix"))
 
     def rules(self) -> list[RuleStatus]:
         """Return every rule and how it is."""
@@ -123,3 +130,8 @@ class PrometheusApi:
         if answer.status != "success":
             raise PrometheusError(f"Prometheus refuses {asked.get('query', path)}: {answer.error}")
         return answer.data
+
+
+def _lines(result: msgspec.Raw) -> list[Series]:
+    found = msgspec.json.decode(result, type=list[_Line])
+    return [Series(each.metric, tuple((at, float(value)) for at, value in each.values)) for each in found]

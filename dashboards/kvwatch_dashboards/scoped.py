@@ -4,6 +4,7 @@ from kvwatch.telemetry.schema import Metric
 from kvwatch_dashboards import promql
 
 WINDOW = "$__rate_interval"
+WHOLE = "$__range"
 BASE = 'job=~"$job",model_name=~"$model",engine=~"$engine",dp_rank=~"$dp_rank"'
 _OWN = ("tier", "group")
 """Labels of metrics that have a variable."""
@@ -59,3 +60,19 @@ def ratio(part: str, whole: str) -> str:
 def age(metric: Metric) -> str:
     """Return the time since a timestamp."""
     return f"time() - {value(metric)}"
+
+
+def or_none(expr: str, label: str) -> str:
+    """Return a query whose series without a label have `none` there, so that a legend has something to show."""
+    return f'label_replace({expr}, "{label}", "none", "{label}", "")'
+
+
+def happened(metric: Metric, *keep: str, **labels: str) -> str:
+    """Return the increase of what has happened at all within the picture: lines that are only 0 hide the others."""
+    ever = promql.increase(metric, WHOLE, scope=scope(metric, labels), keep=keep, **labels)
+    return f"({increase(metric, *keep, **labels)}) and ({ever} > 0)"
+
+
+def time_ratio(metric: Metric, **labels: str) -> str:
+    """Return the part of the time that a counter of seconds grew by; scrapes at unequal distances make no 101 %."""
+    return f"clamp_max({rate(metric, **labels)}, 1)"

@@ -23,6 +23,7 @@ from kvwatch.telemetry.metrics import CATALOGUE
 from kvwatch.telemetry.schema import Metric, MetricKind
 from kvwatch_dashboards.boards import BOARDS
 from kvwatch_dashboards.panel import Board, Panel
+from kvwatch_dashboards.preview.reading import asked
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "exposition.txt"
 TARGET = 'job="kvwatch",instance="a:9400"'
@@ -66,8 +67,7 @@ def all_series() -> list[str]:
 
 
 def as_prometheus_asks(expr: str) -> str:
-    expr = expr.replace("$__rate_interval", "5m")
-    return re.sub(r"\$(job|model|engine|dp_rank|tier|group)\b", ".*", expr)
+    return asked(expr, "5m", "10m")
 
 
 def of_another(series: str) -> str:

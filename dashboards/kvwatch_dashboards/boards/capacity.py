@@ -21,10 +21,10 @@ def _rates(title: str, metric: Metric, by: str, unit: str = "short") -> Panel:
 
 
 _BLOCKS = Panel(
-    title="Blocks by state",
+    title="Blocks of the device by state",
     unit="short",
     kind="stack",
-    queries=(Query(f"sum by (tier, state) ({q.value(m.KV_BLOCKS)})", "{{tier}} {{state}}"),),
+    queries=(Query(f"sum by (state) ({q.value(m.KV_BLOCKS, tier='device')})", "{{state}}"),),
 )
 _USAGE_MAX = Panel(
     title="Highest usage of the last minute",

@@ -16,7 +16,7 @@ def _marked(expr: str, name: str) -> str:
 
 
 _PARTS = (
-    _marked(q.rate(m.KV_STALL_SECONDS), "stall"),
+    _marked(q.time_ratio(m.KV_STALL_SECONDS), "stall"),
     _marked(q.gauge(m.KV_USAGE_RATIO, how="max", tier="device"), "usage"),
     _marked(q.ratio(q.gauge(m.REQUESTS, state="waiting"), q.gauge(m.QUEUE_LIMIT, unit="requests")), "queue"),
     _marked(f"1 - {q.value(m.SOURCE_UP)}", "down"),
@@ -34,7 +34,7 @@ _TABLE = Panel(
         for column, unit, expr in (
             ("risk", _RATIO, RISK),
             ("in use", _RATIO, q.gauge(m.KV_USAGE_RATIO, how="max", tier="device")),
-            ("stalled for blocks", _RATIO, q.rate(m.KV_STALL_SECONDS)),
+            ("stalled for blocks", _RATIO, q.time_ratio(m.KV_STALL_SECONDS)),
             ("preemptions/s", "short", q.rate(m.PREEMPTIONS)),
             ("running", "short", q.gauge(m.REQUESTS, state="running")),
             ("waiting", "short", q.gauge(m.REQUESTS, state="waiting")),

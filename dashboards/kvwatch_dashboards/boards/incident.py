@@ -33,7 +33,7 @@ _STEP_TIME = Panel(
 _CHANGED = Panel(
     title="Settings that were changed",
     unit="short",
-    queries=(Query(q.increase(m.CONFIG_CHANGES, "key"), f"{ENGINE} {{{{key}}}}"),),
+    queries=(Query(q.happened(m.CONFIG_CHANGES, "key"), f"{ENGINE} {{{{key}}}}"),),
     about="Live changes of settings. Ask whoever made them: the audit trail of the admin API has the reason, and can revert"
     " them.",
 )
@@ -41,7 +41,7 @@ _REBUILDS = Panel(
     title="Rebuilds and restarts",
     unit="short",
     queries=(
-        Query(q.increase(m.POOL_REBUILDS, "outcome"), f"{ENGINE} rebuild {{{{outcome}}}}"),
+        Query(q.happened(m.POOL_REBUILDS, "outcome"), f"{ENGINE} rebuild {{{{outcome}}}}"),
         Query(q.increase(m.SOURCE_RESETS), f"{ENGINE} restart"),
     ),
     about="Attempts to resize a pool, and restarts that a sidecar has seen. A restart empties the prefix cache: hits come back"

@@ -32,7 +32,7 @@ _EVENTS = Panel(
     title="Events by kind",
     unit="cps",
     kind="stack",
-    queries=(Query(f"topk(10, sum by (event) ({q.rate(m.TELEMETRY_EVENTS, 'event')}))", "{{event}}"),),
+    queries=(Query(f"topk(10, sum by (event) ({q.rate(m.TELEMETRY_EVENTS, 'event')}) > 0)", "{{event}}"),),
 )
 _SOURCE_EVENT = Panel(
     title="Time since the engine's last event", unit="s", queries=(Query(q.age(m.SOURCE_LAST_EVENT_TIMESTAMP)),)

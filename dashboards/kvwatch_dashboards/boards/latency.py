@@ -34,14 +34,14 @@ _TENANTS = Panel(
     title="Requests by tenant",
     unit="reqps",
     kind="stack",
-    queries=(Query(f"sum by (tenant) ({q.rate(m.REQUESTS_FINISHED, 'tenant')})", "{{tenant}}"),),
+    queries=(Query(q.or_none(f"sum by (tenant) ({q.rate(m.REQUESTS_FINISHED, 'tenant')})", "tenant"), "{{tenant}}"),),
     about="Who sends. Tenants beyond the allow-list (--metrics-tenants) are `other`. One that grew alone is whom to ask.",
 )
 _ADAPTERS = Panel(
     title="Requests by LoRA adapter",
     unit="reqps",
     kind="stack",
-    queries=(Query(f"sum by (lora) ({q.rate(m.REQUESTS_FINISHED, 'lora')})", "{{lora}}"),),
+    queries=(Query(q.or_none(f"sum by (lora) ({q.rate(m.REQUESTS_FINISHED, 'lora')})", "lora"), "{{lora}}"),),
     about="Which adapters are asked for. Each has prefixes of its own: many adapters with few hits need a larger cache.",
 )
 _REJECTED = Panel(

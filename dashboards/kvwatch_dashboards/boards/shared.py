@@ -12,7 +12,7 @@ USAGE_LEVELS = (Level(s.USAGE_WARNING_RATIO, "yellow"), Level(s.USAGE_CRITICAL_R
 STALL = Panel(
     title="Time with requests waiting for blocks",
     unit="percentunit",
-    queries=(Query(q.rate(m.KV_STALL_SECONDS)),),
+    queries=(Query(q.time_ratio(m.KV_STALL_SECONDS)),),
     levels=(Level(s.STALL_RATIO, "red"),),
     about="Part of the time in which at least one request waited for KV blocks. Near 100 %: memory is the bottleneck; near 0 %"
     " with a queue: it is something else, see what requests wait for.",
