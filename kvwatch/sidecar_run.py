@@ -5,6 +5,7 @@ Imported when the command runs. See `kvwatch.sidecar` for its settings.
 
 import asyncio
 import os
+import resource
 import signal
 import threading
 import uuid
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from kvwatch.stream.server import TelemetryServer
 
 logger = structlog.get_logger(__name__)
+
+WANTED_FILES = 65_536
 
 
 class Sidecar:
@@ -227,6 +230,7 @@ def run_until_signal(settings: SidecarSettings) -> None:
             os._exit(128 + signum)
         stop.set()
 
+    _raise_file_limit()
     sidecar = Sidecar(settings)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, end)
@@ -248,6 +252,14 @@ def run_until_signal(settings: SidecarSettings) -> None:
     finally:
         sidecar.stop()
         logger.info("stopped")
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system lets: a rank of an engine takes four, and 1,024 is the usual limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _make_stream(

@@ -4,6 +4,7 @@ import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
+from typing import Self
 
 
 class EnginePages:
@@ -49,7 +50,7 @@ class EnginePages:
         """Where it listens."""
         return self._server.server_port
 
-    def __enter__(self) -> "EnginePages":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

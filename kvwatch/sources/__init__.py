@@ -13,6 +13,7 @@ The way of a vLLM's or an SGLang's events:
 - vllm.py, sglang.py   sources of either engine
 - foreign.py           what both have in common: finds publishers, follows them, restarts what failed
 - discovery.py         where an engine publishes; endpoints.py, engine_http.py
+- who_binds.py         whether the engine binds that address or connects to it
 - foreign_rank.py      one rank: log, mirror, subscription, metrics
 - subscription.py      the sockets of one publisher; connection.py, replay.py
 - healer.py            fills holes by replays, gives up what cannot be had

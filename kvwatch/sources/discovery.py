@@ -3,12 +3,11 @@
 vLLM from 0.32 on tells it at `/kv_event_sources`, SGLang within `/server_info`. Addresses are those that the engine
 binds; a wildcard in them stands for the host at which the engine was asked.
 
-The sidecar only ever connects unless it is told to bind: if it bound an address on a guess, an engine that starts later
-could not.
+Who binds an address does not always follow from it: see `who_binds`.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,8 +15,12 @@ import msgspec
 
 from kvwatch.errors import ConfigError, KVWatchError
 from kvwatch.sources.endpoints import Target
+from kvwatch.sources.who_binds import connects_to
 
-MAX_RANKS = 1_024
+MAX_RANKS = 256
+"""Data-parallel ranks of one engine that are followed; each takes four file descriptors."""
+
+MAX_RANK = 65_535
 MAX_PORT = 65_535
 
 _TCP = re.compile(r"tcp://(?P<host>\[[^\[\]\s]+\]|[^\[\]/\s]+):(?P<port>\d{1,5})", re.ASCII)
@@ -78,7 +81,7 @@ def read_vllm_sources(body: bytes, *, url: str) -> tuple[Target, ...]:
     if not isinstance(found, dict):
         raise DiscoveryError("the answer to /kv_event_sources is no map; is this a vLLM?")
     rows = {_rank_of(text): row for text, row in found.items()}
-    return _targets_of(rows, url)
+    return _targets_of(rows, url, binds_all_interfaces=False)
 
 
 def read_sglang_info(body: bytes, *, url: str) -> Discovered:
@@ -95,7 +98,7 @@ def read_sglang_info(body: bytes, *, url: str) -> Discovered:
     rows = found.get("kv_event_sources")
     if isinstance(rows, list) and rows:
         by_rank = {row.get("dp_rank"): _from_outside(row) for row in rows if isinstance(row, dict)}
-        return Discovered(_targets_of(by_rank, url), name)
+        return Discovered(_targets_of(by_rank, url, binds_all_interfaces=True), name)
     described = found.get("kv_events")
     if isinstance(described, dict) and described:
         return Discovered(_sglang_described(described, url), name)
@@ -130,14 +133,14 @@ def _rank_of(text: str) -> object:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else text
 
 
-def _targets_of(rows: dict[Any, Any], url: str) -> tuple[Target, ...]:
+def _targets_of(rows: dict[Any, Any], url: str, *, binds_all_interfaces: bool) -> tuple[Target, ...]:
     if len(rows) > MAX_RANKS:
         raise DiscoveryError(f"the engine tells {len(rows)} sources of KV events; at most {MAX_RANKS} are followed")
     host = host_of(url)
     targets: dict[int, Target] = {}
     for rank, row in rows.items():
         live, replay, topic, publisher = _fields_of(row)
-        if not isinstance(live, str) or type(rank) not in (int, type(None)):
+        if not isinstance(live, str) or not (rank is None or (type(rank) is int and 0 <= rank <= MAX_RANK)):
             raise DiscoveryError(f"a source of KV events is told as rank {rank!r} at {live!r}")
         if publisher == "null":
             continue
@@ -147,6 +150,7 @@ def _targets_of(rows: dict[Any, Any], url: str) -> tuple[Target, ...]:
                 _of_rank(live, 0, host),
                 _of_rank(replay, 0, host) if isinstance(replay, str) and replay else None,
                 topic if isinstance(topic, str) else "",
+                may_be_bound=connects_to(live, binds_all_interfaces=binds_all_interfaces),
             )
         except ConfigError as error:
             raise DiscoveryError(f"the engine tells an address that is none: {error}") from error
@@ -193,9 +197,11 @@ def _sglang_configured(found: dict[str, Any], url: str) -> tuple[Target, ...]:
 
 def _checked(*, live: str, replay: str | None, url: str, num_ranks: int, topic: str) -> tuple[Target, ...]:
     try:
-        return given_targets(live, replay, url=url, num_ranks=num_ranks, topic=topic)
+        targets = given_targets(live, replay, url=url, num_ranks=num_ranks, topic=topic)
     except ConfigError as error:
         raise DiscoveryError(f"the engine tells an address that is none: {error}") from error
+    may_be_bound = connects_to(live, binds_all_interfaces=True)
+    return tuple(replace(target, may_be_bound=may_be_bound) for target in targets)
 
 
 def _num_ranks(value: object) -> int:

@@ -15,3 +15,5 @@ class Target:
     topic: str = ""
     is_bound: bool = False
     """Whether the sidecar binds the live address, since the publisher connects to it."""
+    may_be_bound: bool = False
+    """Whether it is only by trying that can be told who binds the live address; see `who_binds`."""

@@ -62,7 +62,8 @@ class EngineSpec:
     replay: str | None = None
     """Endpoint of rank 0's replays; none to ask the engine, `off` for no replays."""
     mode: Literal["auto", "bind", "connect"] = "auto"
-    """Whether the sidecar binds the endpoint of live events, since the engine connects to it; auto: no."""
+    """Whether the sidecar binds the endpoint of live events, since the engine connects to it; auto: where the engine
+    tells an address of this machine at which nobody listens."""
     topic: str = ""
     """Topic of KV events."""
     dp_ranks: int = 1

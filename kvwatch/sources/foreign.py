@@ -10,17 +10,19 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
+import zmq
 import zmq.asyncio
 
 from kvwatch.errors import KVWatchError
 from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.sources.complaints import Complaints
-from kvwatch.sources.discovery import Discovered
+from kvwatch.sources.discovery import MAX_RANKS, Discovered
 from kvwatch.sources.endpoints import Target
 from kvwatch.sources.engine_http import EngineHTTP
 from kvwatch.sources.engines import EngineSpec
 from kvwatch.sources.foreign_rank import ForeignRank, RankObserver
 from kvwatch.sources.source import FOREIGN_FEEDS, Rank
+from kvwatch.sources.who_binds import Listener, bound, who_listens
 from kvwatch.telemetry.clock import SystemClock
 
 FIRST_RETRY_SECONDS = 0.5
@@ -29,6 +31,9 @@ MAX_RETRY_SECONDS = 3.0
 
 LOOK_AGAIN_SECONDS = 60.0
 """While all ranks are connected."""
+
+SOCKETS_PER_RANK = 4
+"""Of ZeroMQ: live events, two ends of what watches their connection, replays."""
 
 MAX_NAME_LETTERS = 256
 """Of a model's name: it stands in every series."""
@@ -113,6 +118,7 @@ class ForeignSource:
     async def run(self, stop: asyncio.Event, on_rank: Callable[[Rank], None]) -> None:
         """Follow the engine until `stop` is set."""
         context = zmq.asyncio.Context()
+        context.set(zmq.MAX_SOCKETS, SOCKETS_PER_RANK * (MAX_RANKS + 1))
         http = EngineHTTP(self._spec)
         scraping = None if self._scraper is None else asyncio.create_task(self._scrape(self._scraper, stop))
         try:
@@ -156,6 +162,7 @@ class ForeignSource:
             self._complaints.warn("an engine does not say where it publishes KV events; asking on", error=str(error))
             if self._given is not None:
                 await self._follow(self._given, context, on_rank)
+            await self._let_go()
             return False
         except Exception as error:  # a defect: what was found before is followed on
             self._complaints.warn("asking an engine failed", error=repr(error))
@@ -176,7 +183,32 @@ class ForeignSource:
         self, targets: Iterable[Target], context: zmq.asyncio.Context, on_rank: Callable[[Rank], None]
     ) -> None:
         for target in targets:
-            await self._rank(target.dp_rank, on_rank).follow(target, context)
+            if target.dp_rank not in self._ranks and len(self._ranks) >= MAX_RANKS:
+                self._complaints.warn(f"an engine has named more than {MAX_RANKS} ranks; further ones are not followed")
+                return
+            rank = self._rank(target.dp_rank, on_rank)
+            await rank.follow(await self._settled(rank, target), context)
+
+    async def _settled(self, rank: ForeignRank, target: Target) -> Target:
+        """Return a target of which it is decided who binds it."""
+        if not target.may_be_bound:
+            return target
+        if rank.target == bound(target) or (rank.target == target and rank.is_up()):
+            return rank.target
+        listener = await who_listens(target)
+        if listener is Listener.NOT_HERE:
+            self._complaints.warn(
+                "an engine connects its KV events to an address that is not of this machine, so that they do not come "
+                "here; have it publish at tcp://*:PORT, or run the sidecar where that address is",
+                address=target.live,
+            )
+        return bound(target) if listener is Listener.NOBODY else target
+
+    async def _let_go(self) -> None:
+        """Unbind what was bound on trial: an engine that starts anew, and binds it itself now, must be able to."""
+        for rank in self._ranks.values():
+            if rank.target is not None and rank.target.may_be_bound and rank.target.is_bound and not rank.is_up():
+                await rank.stop()
 
     def _rank(self, dp_rank: int, on_rank: Callable[[Rank], None]) -> ForeignRank:
         known = self._ranks.get(dp_rank)

@@ -129,6 +129,11 @@ class ForeignRank:
         self._subscription = Subscription(target, self._reader, self._complaints, context)
         self._task = asyncio.create_task(self._run(self._subscription, self._stop))
 
+    @property
+    def target(self) -> Target | None:
+        """What is followed now."""
+        return self._subscription.target if self._subscription is not None and self._is_running() else None
+
     async def stop(self) -> None:
         """End the subscription. Safe twice."""
         self._stop.set()

@@ -75,6 +75,8 @@ class Mirror:
         self._transitions = Transitions(log, observer)
         self._lock = threading.Lock()
         self._places = Places()
+        self._touched: set[Place] = set()
+        """Places in which something was stored since all were cleared: a clear costs as much as it clears."""
         self._limits: dict[str, int] = {}
         self._time_ns = 0
         self.history: History = "unknown"
@@ -205,6 +207,7 @@ class Mirror:
             self.num_shed += len(event.block_hashes)
             self._break()
             return
+        self._touched.add(place)
         if event.block_size and place.tier == "device":
             self.block_size = event.block_size
         parent = None if event.parent_block_hash is None else hash_bytes(event.parent_block_hash)
@@ -265,11 +268,12 @@ class Mirror:
         return self._time_ns
 
     def _occupied_tiers(self) -> list[Tier]:
-        return sorted({place.tier for place in self._places if place.stored_at})
+        return sorted({place.tier for place in self._touched if place.stored_at})
 
     def _forget_all(self) -> None:
-        for place in self._places:
+        for place in self._touched:
             place.clear()
+        self._touched.clear()
         self.num_blocks = 0
         self._num_drifted = 0
 

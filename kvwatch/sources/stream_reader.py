@@ -6,7 +6,7 @@ Live batches come by `take_live`. When one is missing, or the publisher may be a
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import isfinite
+from math import isnan, nan
 
 from kvwatch.sources.batch_order import BatchOrder, Verdict
 from kvwatch.sources.complaints import Complaints
@@ -15,6 +15,9 @@ from kvwatch.sources.mirror import Mirror
 from kvwatch.telemetry.clock import Clock
 from kvwatch.wire.decoder import Decoder
 from kvwatch.wire.foreign import Cleared, ForeignBatch
+
+MAX_UNIX_SECONDS = 1e11
+"""What lies beyond is no time of an engine, and too large to count in nanoseconds."""
 
 
 @dataclass(slots=True)
@@ -70,15 +73,16 @@ class StreamReader:
     def take_live(self, seq: int, payload: bytes) -> None:
         """A live batch came."""
         now_ns = self.counts.last_batch_ns = self._clock.wall_ns()
+        batch = self._decoder.decode(payload)
+        if self._is_to_be_left_out(seq, batch):
+            return
         if self.wants_healing:
             self.held.hold_live(seq, payload)
             return
-        batch = self._decoder.decode(payload)
-        verdict = self.order.judge(seq, payload, batch.ts)
+        verdict = self.order.judge(seq, payload, _time_of(batch))
         if verdict is Verdict.NEXT:
             self._apply(seq, payload, batch)
-            if self._on_lag is not None and batch.ts is not None and isfinite(batch.ts):
-                self._on_lag(now_ns - int(batch.ts * 1e9))
+            self._note_lag(now_ns, batch)
         elif verdict is Verdict.RESTARTED:
             self._begin_anew(seq, payload, batch)
         elif verdict is Verdict.AHEAD:
@@ -128,16 +132,18 @@ class StreamReader:
 
     def take_replayed(self, seq: int, payload: bytes) -> bool:
         """A replayed batch came. Return False if it shows that the publisher's life is another one: then ask from 0."""
-        order = self.order
-        if order.next_seq is None:
-            self._skip_to(seq)
-        assert order.next_seq is not None
-        if seq > order.next_seq:
-            self.held.hold_numbered(seq, payload)
-            return True
-        if seq < order.next_seq:
+        next_seq = self.order.next_seq
+        if next_seq is not None and seq < next_seq:
             return self._is_same_life(seq, payload)
-        self._apply(seq, payload, self._decoder.decode(payload))
+        batch = self._decoder.decode(payload)
+        if self._is_to_be_left_out(seq, batch):
+            return True
+        if next_seq is None:
+            self._skip_to(seq)
+        if seq == self.order.next_seq:
+            self._apply(seq, payload, batch)
+        else:
+            self.held.hold_numbered(seq, payload)
         return True
 
     def _is_same_life(self, seq: int, payload: bytes) -> bool:
@@ -149,6 +155,8 @@ class StreamReader:
         is_known = self.order.knows(seq, payload)
         if is_known is False:
             batch = self._decoder.decode(payload)
+            if self._is_to_be_left_out(seq, batch):
+                return True
             if not batch.events or not isinstance(batch.events[0], Cleared):
                 return False
             self.order.skip_to(seq)
@@ -186,7 +194,7 @@ class StreamReader:
     def _advance_live(self, seq: int, payload: bytes) -> bool:
         """Do what the first live batch that is held calls for; return False if a replay must come first."""
         batch = self._decoder.decode(payload)
-        verdict = self.order.judge(seq, payload, batch.ts)
+        verdict = self.order.judge(seq, payload, _time_of(batch))
         if verdict is Verdict.AHEAD:
             self.held.put_aside_first_live()
             return True
@@ -218,6 +226,18 @@ class StreamReader:
 
     # ------------------------------------------------------------ parts
 
+    def _is_to_be_left_out(self, seq: int, batch: ForeignBatch) -> bool:
+        """Whether a message is no batch and not the one expected: garbage proves neither a hole nor a new life."""
+        if not batch.is_illegible or seq == self.order.next_seq:
+            return False
+        self._complaints.skipped(batch.skipped)
+        return True
+
+    def _note_lag(self, now_ns: int, batch: ForeignBatch) -> None:
+        made = _time_of(batch)
+        if self._on_lag is not None and made is not None and not isnan(made):
+            self._on_lag(now_ns - int(made * 1e9))
+
     def _apply(self, seq: int, payload: bytes, batch: ForeignBatch) -> None:
         if batch.skipped:
             self._complaints.skipped(batch.skipped)
@@ -233,7 +253,7 @@ class StreamReader:
                 "restarts; raise the option max_blocks",
                 num_left_out=self.mirror.num_shed,
             )
-        self.order.accept(seq, payload, batch.ts)
+        self.order.accept(seq, payload, _time_of(batch))
 
     def _skip_to(self, seq: int) -> None:
         """Go on with `seq`: the first of all is the start of the history, any other leaves batches out."""
@@ -250,3 +270,8 @@ class StreamReader:
         self.mirror.reset("restart" if self.order.is_life_in_doubt else "sequence", is_whole=is_whole)
         self.held.forget_numbered()
         self.order.restart()
+
+
+def _time_of(batch: ForeignBatch) -> float | None:
+    """Return when a batch was made, as its engine says; NaN for what cannot be, None if it says nothing."""
+    return batch.ts if batch.ts is None or 0 <= batch.ts < MAX_UNIX_SECONDS else nan

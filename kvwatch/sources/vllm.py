@@ -69,6 +69,7 @@ def as_wanted(targets: tuple[Target, ...], spec: EngineSpec) -> tuple[Target, ..
             None if spec.replay == "off" else each.replay,
             spec.topic or each.topic,
             each.is_bound or spec.mode == "bind",
+            each.may_be_bound and spec.mode == "auto",
         )
         for each in targets
     )

@@ -3,6 +3,7 @@
 Fields keep the wire's names. What a version does not send, or sends in a form that nothing here needs, is None.
 """
 
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -13,6 +14,9 @@ _MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 MAX_HASH_BYTES = 1_024
 """Longest digest that is taken for a hash; engines send 8 to 96 bytes."""
+
+MAX_KEPT_HASH_BYTES = 128
+"""Longest digest that is kept as it is; of a longer one its own digest is, so that memory follows from numbers."""
 
 MAX_GROUP = 255
 MAX_MEDIUM_LETTERS = 64
@@ -87,6 +91,11 @@ class ForeignBatch(msgspec.Struct, frozen=True, gc=False):
         """Whether what was left out may have told of blocks. An event of an unknown type is taken not to."""
         return any(kind != "type" for kind in self.skipped)
 
+    @property
+    def is_illegible(self) -> bool:
+        """Whether nothing of the message could be understood: then its number says nothing either."""
+        return bool(self.skipped) and self.skipped[0] in MESSAGE_KINDS
+
 
 MESSAGE_KINDS = ("frames", "size", "msgpack", "batch")
 """Why a whole message is left out: its frames, its size, bytes that are no msgpack, something else than a batch."""
@@ -99,7 +108,9 @@ SKIP_KINDS = MESSAGE_KINDS + EVENT_KINDS
 
 def hash_bytes(wire_hash: WireHash) -> bytes:
     """Return a hash in the form in which kvwatch keeps it: integers as 8 bytes, big-endian, two's complement."""
-    return wire_hash if isinstance(wire_hash, bytes) else (wire_hash & _MASK).to_bytes(8, "big")
+    if not isinstance(wire_hash, bytes):
+        return (wire_hash & _MASK).to_bytes(8, "big")
+    return wire_hash if len(wire_hash) <= MAX_KEPT_HASH_BYTES else sha256(wire_hash).digest()
 
 
 def canonical_medium(medium: str | None) -> str:

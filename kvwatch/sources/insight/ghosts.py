@@ -35,12 +35,12 @@ class Ghosts:
 
     def __init__(self, max_ghosts: int = DEFAULT_MAX_GHOSTS) -> None:
         self._size = -(-max_ghosts // _CHUNK) * _CHUNK
-        self._is_away = bytearray(self._size)
+        self._is_away = bytearray()
         self._in_chunk = [0] * (self._size // _CHUNK)
-        self._hashes: list[bytes | None] = [None] * self._size
+        self._hashes: list[bytes | None] = []
         self._removed: dict[bytes, int] = {}
         """Hash -> number of its removal."""
-        self._removed_ns = array("q", bytes(8 * self._size))
+        self._removed_ns = array("q")
         self._num_removals = 0
 
     def __len__(self) -> int:
@@ -53,6 +53,8 @@ class Ghosts:
             self._forget(content)
         number = self._num_removals
         self._num_removals += 1
+        if not self._hashes:  # megabytes, which a place without removals does not need
+            self._make_room()
         place = number % self._size
         overwritten = self._hashes[place]
         if overwritten is not None:
@@ -74,8 +76,18 @@ class Ghosts:
         return found
 
     def clear(self) -> None:
-        """Forget everything: what a clear removes would have been removed from any cache."""
-        self.__init__(self._size)  # type: ignore[misc]
+        """Forget everything: what a clear removes would have been removed from any cache.
+
+        Costs as much as there is to forget: an engine may clear its cache thousands of times a second.
+        """
+        for content in list(self._removed):
+            self._forget(content)
+        self._removed = {}
+
+    def _make_room(self) -> None:
+        self._is_away = bytearray(self._size)
+        self._hashes = [None] * self._size
+        self._removed_ns = array("q", bytes(8 * self._size))
 
     def _num_away_since(self, number: int) -> int:
         """Return how many removals from `number` on, itself included, are still away."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from kvwatch.ledger.view import HistogramSample, Sample
-from kvwatch.sources.insight.ghosts import Ghosts
+from kvwatch.sources.insight.ghosts import DEFAULT_MAX_GHOSTS, Ghosts
 from kvwatch.sources.insight.prefixes import DEFAULT_MAX_BLOCKS, PrefixForest, Shape
 from kvwatch.sources.insight.spread import Spread
 from kvwatch.telemetry import metrics as m
@@ -17,6 +17,9 @@ LOOK_SHARE = 0.01
 """... and take at most this share of a core."""
 MAX_PLACES = 64
 """Pairs of tier and group of which prefixes are followed."""
+
+MAX_FULL_PLACES, FEWER_GHOSTS = 8, 8_192
+"""So many places remember `DEFAULT_MAX_GHOSTS` removals, some 25 MB each; further ones no more than these."""
 
 
 class Insight:
@@ -131,7 +134,8 @@ class Insight:
             return True
         if len(self._forests) >= MAX_PLACES:
             return False
-        self._forests[place], self._ghosts[place] = PrefixForest(self._max_blocks), Ghosts()
+        max_ghosts = DEFAULT_MAX_GHOSTS if len(self._forests) < MAX_FULL_PLACES else FEWER_GHOSTS
+        self._forests[place], self._ghosts[place] = PrefixForest(self._max_blocks), Ghosts(max_ghosts)
         tier = place[0]
         self._away.setdefault(tier, Spread(m.KV_PREMATURE_EVICTION_AWAY, (tier,)))
         self._extra.setdefault(tier, Spread(m.KV_PREMATURE_EVICTION_EXTRA, (tier,)))

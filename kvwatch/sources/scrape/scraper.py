@@ -1,6 +1,7 @@
 """Asks an engine for its metrics, again and again, and keeps the last answer."""
 
 import asyncio
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -16,6 +17,9 @@ from kvwatch.telemetry import metrics as m
 SCRAPE_SECONDS = 2.0
 """Between two pages: a rendering costs an engine milliseconds."""
 
+MAX_READING_SHARE = 0.05
+"""Of a core, for reading one engine's pages: a page of megabytes is asked for less often."""
+
 
 class MetricsScraper:
     """One engine's metrics. Event loop only, but for properties and `samples`, which any thread may ask."""
@@ -27,6 +31,7 @@ class MetricsScraper:
         self._complaints = Complaints(engine=spec.name)
         self._totals: dict[int, Totals] = {}
         self._shown: dict[int, list[Sample | HistogramSample]] = {}
+        self._read_seconds = 0.0
         self.is_up = False
         """Whether the last scrape succeeded."""
         self.model_name = ""
@@ -41,7 +46,7 @@ class MetricsScraper:
             while not stop.is_set():
                 await self.scrape(http)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), self._interval_seconds)
+                    await asyncio.wait_for(stop.wait(), self.pause_seconds)
         finally:
             self.is_up = False
             await http.close()
@@ -51,7 +56,7 @@ class MetricsScraper:
         try:
             body = await http.get("/metrics")
             # Off the loop: a large page takes milliseconds to read.
-            page = await asyncio.to_thread(read_page, (body or b"").decode("utf-8", "replace"), self._dialect)
+            page = await asyncio.to_thread(self._read, body or b"")
         except EngineUnreachableError as error:
             self._fail("an engine's metrics cannot be read; trying again", error)
         except Exception as error:  # `PageError`, or what a parser did not expect: none of it is a page
@@ -72,6 +77,18 @@ class MetricsScraper:
             if isinstance(sample, Sample) and sample.metric is m.KV_BLOCK_CAPACITY:
                 return round(sample.value)
         return None
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long to wait before the next page, for how long it took to read the last one."""
+        return max(self._interval_seconds, self._read_seconds / MAX_READING_SHARE)
+
+    def _read(self, body: bytes) -> Page:
+        began = time.thread_time()
+        try:
+            return read_page(body.decode("utf-8", "replace"), self._dialect)
+        finally:
+            self._read_seconds = time.thread_time() - began
 
     def _adopt(self, page: Page) -> None:
         self.model_name = page.model_name or self.model_name

@@ -1,6 +1,5 @@
 """A whole sidecar beside engines of which the tests are the publishers: ranks, limits, addresses, crashes."""
 
-import json
 import struct
 import time
 from collections.abc import Iterator
@@ -12,53 +11,12 @@ import pytest
 import zmq
 from engine_page_server import EnginePages
 from kv_event_reader import TOPIC, fetch_replay
+from rogue_engine import free_ports_in_a_row, indexed, pages, value
 from rogue_publisher import CLEARED, RoguePublisher, batch, removed, stored
-from sidecar_stage import Series, SidecarStage, of_engine, sidecar_stage, wait_until
+from sidecar_stage import SidecarStage, of_engine, sidecar_stage, wait_until
 
 from kvwatch.exporters.kv_events.part import KVEvents
-from kvwatch.sockets import bind
 from kvwatch.telemetry import metrics as m
-
-
-def pages(*publishers: RoguePublisher, host: str = "127.0.0.1") -> dict[str, bytes | int]:
-    """Return what a vLLM with these ranks answers; each rank asks for a hundred tokens more than the one before."""
-    ranks = {
-        str(rank): {
-            "publisher": "zmq", "topic": "kv", "endpoint": each.live.replace(host, "*"),
-            "replay_endpoint": each.replay and each.replay.replace(host, "*"),
-        }
-        for rank, each in enumerate(publishers)
-    }  # fmt: skip
-    lines = [
-        f'vllm:prefix_cache_queries_total{{engine="{rank}",model_name="tiny"}} {100.0 * (rank + 1)}'
-        for rank in range(len(publishers))
-    ]
-    return {
-        "/kv_event_sources": json.dumps(ranks).encode(),
-        "/v1/models": b'{"data": [{"id": "tiny"}]}',
-        "/metrics": ("# TYPE vllm:prefix_cache_queries counter\n" + "\n".join(lines) + "\n").encode(),
-    }
-
-
-def value(page: Series, name: str, *, engine: str = "a", rank: int = 0, **labels: str) -> float | None:
-    return of_engine(page, engine).get((f"kvwatch_{name}", tuple(sorted((*labels.items(), ("dp_rank", str(rank)))))))
-
-
-def indexed(page: Series, *, engine: str = "a", rank: int = 0) -> float | None:
-    return value(page, "kv_indexed_blocks", engine=engine, rank=rank, tier="device", group="0")
-
-
-def free_ports_in_a_row(number: int) -> int:
-    """Return the first of so many free ports."""
-    while True:
-        with ExitStack() as stack:
-            first = stack.enter_context(bind("127.0.0.1:0", "test")).getsockname()[1]
-            try:
-                for port in range(first + 1, first + number):
-                    stack.enter_context(bind(f"127.0.0.1:{port}", "test"))
-            except Exception:
-                continue
-            return int(first)
 
 
 @contextmanager

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 
 from kvwatch.errors import ConfigError
-from kvwatch.sources.discovery import DiscoveryError, given_targets, host_of, read_sglang_info, read_vllm_sources
+from kvwatch.sources.discovery import (
+    MAX_RANK,
+    MAX_RANKS,
+    DiscoveryError,
+    given_targets,
+    host_of,
+    read_sglang_info,
+    read_vllm_sources,
+)
 from kvwatch.sources.endpoints import Target
 
 URL = "http://10.1.2.3:8000"
@@ -31,9 +39,10 @@ RANKS = {
     "2": configured("tcp://*:5559", publisher="null"),
 }
 TARGETS = (
-    Target(0, "tcp://10.1.2.3:5557", "tcp://10.1.2.3:5657", "kv"),
+    Target(0, "tcp://10.1.2.3:5557", "tcp://10.1.2.3:5657", "kv", may_be_bound=True),
     Target(1, "tcp://10.1.2.3:5558", None, "kv"),
 )
+"""vLLM connects to 0.0.0.0."""
 
 
 def test_vllms_ranks_are_read_and_a_wildcard_is_the_engines_host() -> None:
@@ -43,14 +52,18 @@ def test_vllms_ranks_are_read_and_a_wildcard_is_the_engines_host() -> None:
 def test_a_host_that_an_engine_names_is_kept() -> None:
     rows = {"0": configured("tcp://10.9.9.9:41001"), "3": configured("ipc:///tmp/kv")}
 
-    assert read_vllm_sources(body(rows), url=URL) == (Target(0, "tcp://10.9.9.9:41001"), Target(3, "ipc:///tmp/kv"))
+    assert read_vllm_sources(body(rows), url=URL) == (
+        Target(0, "tcp://10.9.9.9:41001", may_be_bound=True),
+        Target(3, "ipc:///tmp/kv"),
+    )
 
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "::", "[::]"])
 def test_every_wildcard_is_recognised(host: str) -> None:
     rows = {"0": configured(f"tcp://{host}:5557")}
 
-    assert read_vllm_sources(body(rows), url="http://[fd00::7]:8000") == (Target(0, "tcp://[fd00::7]:5557"),)
+    (target,) = read_vllm_sources(body(rows), url="http://[fd00::7]:8000")
+    assert target == Target(0, "tcp://[fd00::7]:5557", may_be_bound=host == "0.0.0.0")
 
 
 def test_an_engine_without_publishers_has_no_targets() -> None:
@@ -66,7 +79,8 @@ def test_an_engine_without_publishers_has_no_targets() -> None:
         body({"x": configured("tcp://*:1")}), body({"0": configured(7)}), body({"0": configured("tcp://x")}),
         body({"0": configured("tcp://*:0")}),
         body({"0": configured("tcp://*:70000")}), body({"0": configured("http://x:1")}),
-        body({str(rank): configured("tcp://*:1") for rank in range(2000)}),
+        body({str(rank): configured("tcp://*:1") for rank in range(MAX_RANKS + 1)}),
+        body({str(MAX_RANK + 1): configured("tcp://*:1")}), body({"-1": configured("tcp://*:1")}),
     ],
 )  # fmt: skip
 def test_an_answer_that_is_none_is_refused(answer: bytes) -> None:
@@ -105,11 +119,22 @@ def test_sglangs_info_is_read_in_every_form(info: dict[str, Any]) -> None:
     "answer",
     [b"", b"[]", body({"kv_events_config": "{"}), body({"kv_events_config": '{"publisher": "zmq", "endpoint": "x"}'}),
      body({"kv_events": {"publisher": "zmq", "endpoint_port_base": 70_000}}),
+     body({"kv_event_sources": [{"dp_rank": -1, "endpoint": "tcp://127.0.0.1:5557"}]}),
+     body({"kv_event_sources": [{"dp_rank": 10**20, "endpoint": "tcp://127.0.0.1:5557"}]}),
      body({"dp_size": 9, "kv_events_config": '{"publisher": "zmq", "endpoint": "tcp://*:65530"}'})],
 )  # fmt: skip
 def test_an_info_that_is_none_is_refused(answer: bytes) -> None:
     with pytest.raises(DiscoveryError):
         read_sglang_info(answer, url=URL)
+
+
+@pytest.mark.parametrize(("host", "may_be_bound"), [("*", False), ("0.0.0.0", False), ("10.9.9.9", True)])
+def test_sglang_may_connect_to_any_address_without_a_wildcard(host: str, may_be_bound: bool) -> None:
+    described = {"publisher": "zmq", "endpoint_host": host, "endpoint_port_base": 5557, "dp_size": 2}
+
+    found = read_sglang_info(body({"kv_events": described}), url=URL)
+
+    assert [target.may_be_bound for target in found.targets] == [may_be_bound] * 2
 
 
 def test_given_addresses_get_the_rank_added_to_their_ports() -> None:
