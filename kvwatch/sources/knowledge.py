@@ -15,6 +15,7 @@ from kvwatch.telemetry.schema import Metric
 
 SOURCES = ("kvwatch", "vLLM", "SGLang")
 NOT_AVAILABLE = "not available"
+ITS_OWN = "the sidecar's own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Knowledge:
 
     metric: Metric
     cells: tuple[str, str, str]
-    """`exact`, `derived (how)` or `not available`."""
+    """`exact`, `derived (how)`, `the sidecar's own` or `not available`."""
 
 
 _EVENTS = "from its KV events"
@@ -45,11 +46,12 @@ _OF_EVERY_SOURCE |= {m.SOURCE_LAST_EVENT_TIMESTAMP}
 _OF_FOREIGN_SOURCES = {m.SOURCE_DRIFT, m.SOURCE_REPLAYS}
 _OF_THE_SIDECAR = {
     m.BUILD_INFO, m.TELEMETRY_EVENTS, m.TELEMETRY_GAPS, m.TELEMETRY_DROPPED, m.TELEMETRY_LAG, m.TELEMETRY_ERRORS,
-    m.TELEMETRY_CPU, m.LEDGER_UPDATE_TIMESTAMP,
+    m.TELEMETRY_CPU, m.LEDGER_UPDATE_TIMESTAMP, m.ADMIN_AUTH_FAILURES,
 }  # fmt: skip
 """What tells of the sidecar itself, whatever it reads."""
 
 _NOT_OF_KVWATCH: dict[Metric, str] = {
+    m.LEDGER_VIOLATIONS: f"{ITS_OWN}, whose ledger follows the same events",
     m.KV_INDEXED_BLOCKS: f"{NOT_AVAILABLE} (see `kv_blocks`, which says more)",
     **dict.fromkeys(
         (m.KV_PREFIX_ROOTS, m.KV_PREFIX_BRANCHES, m.KV_PREFIX_FAN_OUT_MAX, m.KV_PREFIX_DEPTH_MAX),
@@ -75,11 +77,15 @@ def knowledge() -> list[Knowledge]:
 def _of_kvwatch(metric: Metric) -> str:
     if metric in _OF_FOREIGN_SOURCES:
         return NOT_AVAILABLE
+    if metric in _OF_THE_SIDECAR:
+        return ITS_OWN
     return _NOT_OF_KVWATCH.get(metric, "exact")
 
 
 def _of_foreign(metric: Metric, rules: Iterable[Rule]) -> str:
-    if metric in _OF_EVERY_SOURCE | _OF_FOREIGN_SOURCES | _OF_THE_SIDECAR:
+    if metric in _OF_THE_SIDECAR:
+        return ITS_OWN
+    if metric in _OF_EVERY_SOURCE | _OF_FOREIGN_SOURCES:
         return "exact"
     told = [each for each in [_FROM_KV_EVENTS.get(metric)] if each is not None]
     scraped = [rule for rule in rules if rule.metric == metric]

@@ -98,6 +98,8 @@ def _values(rule: Rule, rows: Rows, shared: Rows) -> Iterable[Sample]:
     sums: dict[tuple[str, ...], float] = defaultdict(float)
     for each in (name, *rule.plus):
         for row in rows.get(each, ()):
+            if rule.total_where_empty and row.labels.get(rule.total_where_empty):
+                continue
             sums[rule.labels_of(row)] += _number(row, rule)
     for labels, total in sums.items():
         value = total - rule.minus

@@ -57,6 +57,8 @@ class Rule:
     """Is subtracted from the sum."""
     from_label: str = ""
     """The value stands in this label of the row, not behind it."""
+    total_where_empty: str = ""
+    """A row in which this label is not empty is a part of the one in which it is."""
 
     def labels_of(self, row: Row) -> tuple[str, ...]:
         """Return the values of the metric's labels for a row."""

@@ -142,9 +142,13 @@ def test_sglang_splits_its_pool_and_only_the_first_of_equal_ranks_is_read() -> N
         for name, number in rows.items()
         for rank in (0, 1)
     )
-    text += (
-        'sglang:cached_tokens_total{cache_source="storage",tp_rank="0"} 7\nsglang:cached_tokens_total{tp_rank="0"} 1\n'
+    sources = {"device": 1, "total": 2, "host": 4, "storage": 7, "elsewhere": 9}
+    text += "".join(
+        f'sglang:cached_tokens_total{{cache_source="{source}",tp_rank="0"}} {number}\n'
+        for source, number in sources.items()
     )
+    text += 'sglang:cached_tokens_total{tp_rank="0"} 3\n'
+    text += 'sglang:num_running_reqs{tp_rank="0",priority="7"} 2\nsglang:num_running_reqs{tp_rank="0",priority="8"} 1\n'
     found = by_key(read_page(text, SGLANG).ranks[0])
     assert value(found, m.KV_BLOCKS, "device", "0", "used") == 10
     assert value(found, m.KV_BLOCKS, "device", "0", "cached") == 20
@@ -152,8 +156,8 @@ def test_sglang_splits_its_pool_and_only_the_first_of_equal_ranks_is_read() -> N
     assert value(found, m.KV_FREE_BLOCKS, "device") == 90
     assert value(found, m.KV_BLOCK_CAPACITY, "device") == 100
     assert value(found, m.REQUESTS, "running") == 3
-    assert value(found, m.PREFIX_CACHE_HIT_TOKENS, "disk") == 7
-    assert value(found, m.PREFIX_CACHE_HIT_TOKENS, "external") == 1
+    hits = {"device": 1 + 2 + 3, "host": 4, "disk": 7, "external": 9}
+    assert {tier: value(found, m.PREFIX_CACHE_HIT_TOKENS, tier) for tier in hits} == hits
 
 
 @pytest.mark.parametrize(
