@@ -38,6 +38,8 @@ class VLLM:
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
         self.port, self.events_port, self.replay_port = free_port(), free_port(), free_port()
+        self.events_host = "*"
+        """With a wildcard vLLM binds the address of its events, with any other host it connects to it."""
 
     @property
     def url(self) -> str:
@@ -49,7 +51,7 @@ class VLLM:
             {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
-                "endpoint": f"tcp://*:{self.events_port}",
+                "endpoint": f"tcp://{self.events_host}:{self.events_port}",
                 "replay_endpoint": f"tcp://*:{self.replay_port}",
                 "topic": TOPIC,
             }

@@ -126,8 +126,7 @@ class ForeignSource:
                 await self._follow(self._given, context, on_rank)
             retry_seconds = FIRST_RETRY_SECONDS
             while not stop.is_set():
-                was_found = await self._look(http, context, on_rank)
-                self._limit()
+                was_found = await self._look_whatever_comes(http, context, on_rank)
                 if was_found and self._are_all_up():
                     await self._pause_while_all_are_up(stop)
                     retry_seconds = FIRST_RETRY_SECONDS
@@ -152,6 +151,18 @@ class ForeignSource:
         due = time.monotonic() + LOOK_AGAIN_SECONDS
         while time.monotonic() < due and not stop.is_set() and self._are_all_up():
             await _pause(stop, FIRST_RETRY_SECONDS)
+
+    async def _look_whatever_comes(
+        self, http: EngineHTTP, context: zmq.asyncio.Context, on_rank: Callable[[Rank], None]
+    ) -> bool:
+        """Do what is to be done from time to time; a defect in it must not end the source."""
+        try:
+            was_found = await self._look(http, context, on_rank)
+            self._limit()
+        except Exception as error:
+            self._complaints.warn("following an engine failed; trying again", error=repr(error))
+            return False
+        return was_found
 
     async def _look(self, http: EngineHTTP, context: zmq.asyncio.Context, on_rank: Callable[[Rank], None]) -> bool:
         """Ask the engine and follow what it says; return whether it answered."""

@@ -286,3 +286,21 @@ def test_lost_batches_make_exactly_the_gaps_and_the_drift_that_they_caused(serve
         else:
             assert own["kvwatch_source_drift_blocks", RANK] == seen(proxy).num_unknown_removals
             assert own["kvwatch_source_complete", RANK] == 0
+
+
+def test_an_engine_that_connects_its_events_is_heard_without_more_ado(server: VLLM) -> None:
+    server.kill()
+    server.events_host = "127.0.0.1"
+    try:
+        server.start()
+        with sidecar_stage(f"a=vllm+{server.url}") as stage:
+            stage.wait_until_watched(1, PATIENCE_SECONDS)
+            stage.wait_for("kvwatch_source_up", 1, "a", PATIENCE_SECONDS)
+            for first in (1000, 2000):
+                server.complete(range(first, first + 3 * BLOCK_SIZE + 1))
+            page = wait_until(stage.page, lambda page: indexed(of_engine(page, "a")) == 6, PATIENCE_SECONDS)
+            assert of_engine(page, "a")["kvwatch_source_complete", RANK] == 1
+    finally:
+        server.kill()
+        server.events_host = "*"
+        server.start()

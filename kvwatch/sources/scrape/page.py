@@ -102,9 +102,9 @@ def _values(rule: Rule, rows: Rows, shared: Rows) -> Iterable[Sample]:
                 continue
             sums[rule.labels_of(row)] += _number(row, rule)
     for labels, total in sums.items():
-        value = total - rule.minus
-        if divisor > 0 and math.isfinite(value) and value >= 0:
-            yield Sample(rule.metric, labels, value / divisor)
+        value = (total - rule.minus) / divisor if divisor > 0 else math.nan
+        if math.isfinite(value) and value >= 0:
+            yield Sample(rule.metric, labels, value)
 
 
 def _number(row: Row, rule: Rule) -> float:

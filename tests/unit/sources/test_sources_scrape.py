@@ -19,7 +19,7 @@ from kvwatch.sources.engine_http import EngineHTTP
 from kvwatch.sources.engines import parse_engine
 from kvwatch.sources.scrape import make_scraper
 from kvwatch.sources.scrape.page import PageError, read_page
-from kvwatch.sources.scrape.rules import Rule
+from kvwatch.sources.scrape.rules import Dialect, Rule
 from kvwatch.sources.scrape.scraper import MetricsScraper
 from kvwatch.sources.scrape.sglang import SGLANG
 from kvwatch.sources.scrape.totals import Totals
@@ -205,8 +205,11 @@ def test_ranks_that_no_engine_has_are_left_out() -> None:
     assert read_page(text, VLLM).ranks.keys() == {0, 7}
 
 
-NUMBERS = st.sampled_from(["0", "1", "-1", "NaN", "+Inf", "1e400", "1e18", "", "x", '"'])
-LINES = st.lists(st.tuples(st.sampled_from(VLLM.rules), st.sampled_from(["", "_bucket", "_sum"]), NUMBERS, NUMBERS))
+NUMBERS = st.sampled_from(["0", "1", "-1", "NaN", "+Inf", "1e400", "1e18", "1e300", "1e-320", "", "x", '"'])
+RULES = st.sampled_from(
+    [*VLLM.rules, *SGLANG.rules, *(Rule(each.metric, (each.per,)) for each in SGLANG.rules if each.per)]
+)
+LINES = st.lists(st.tuples(RULES, st.sampled_from(["", "_bucket", "_sum"]), NUMBERS, NUMBERS))
 
 
 @given(
@@ -216,12 +219,19 @@ LINES = st.lists(st.tuples(st.sampled_from(VLLM.rules), st.sampled_from(["", "_b
 def test_any_text_is_read_or_refused(text: str, lines: list[tuple[Rule, str, str, str]]) -> None:
     told = "\n".join(f'{rule.names[0]}{suffix}{{le="{bound}"}} {number}' for rule, suffix, bound, number in lines)
     for each in ("vllm:" + text, told):
-        _read_or_refuse(each)
+        for dialect in (VLLM, SGLANG):
+            _read_or_refuse(each, dialect)
 
 
-def _read_or_refuse(text: str) -> None:
+def test_a_page_size_that_is_next_to_nothing_makes_no_pool_without_end() -> None:
+    page = read_page("sglang:page_size 1e-320\nsglang:max_total_num_tokens 1e300\n", SGLANG)
+
+    assert m.KV_BLOCK_CAPACITY not in {each.metric for each in page.ranks[0]}
+
+
+def _read_or_refuse(text: str, dialect: Dialect) -> None:
     try:
-        page = read_page(text, VLLM)
+        page = read_page(text, dialect)
     except PageError:
         return
     for found in page.ranks.values():
