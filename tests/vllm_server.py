@@ -20,7 +20,7 @@ BLOCK_SIZE = 32
 NUM_BLOCKS = 56
 MODEL = "smollm2"
 TOPIC = "kv@pod-a@smollm2"
-START_SECONDS = 240.0
+START_SECONDS = 900.0
 
 
 def free_port() -> int:

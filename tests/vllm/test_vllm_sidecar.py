@@ -24,7 +24,7 @@ from kvwatch_engine.model.sources import default_cache_dir
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(
         PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter with vLLM: run `make test-vllm`"
     ),
