@@ -115,8 +115,7 @@ bench: $(STAMP) ## benchmarks as JSON; exits 1 when a budget is missed
 	$(if $(wildcard $(VLLM_STAMP)),VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python) $(BIN)/python tests/perf/bench.py $(ARGS)
 
 study: $(STAMP) ## what the engine's defaults rest on: tables and plots under docs/studies
-	for study in watermark victims swap block_size; do \
-		PYTHONPATH=tests/perf $(BIN)/python tests/studies/$$study.py || exit 1; done
+	PYTHONPATH=tests/perf $(BIN)/python tests/studies/run.py $(ARGS)
 
 mutate: $(STAMP) prometheus ## deliberate faults, one by one: each must make a test fail
 	PYTHONPATH=tests $(BIN)/python -m mutate.run $(ARGS)

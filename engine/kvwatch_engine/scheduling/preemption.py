@@ -127,8 +127,10 @@ class Preemption:
 
     def _wants_swap(self, recompute_seconds: float | None, swap_seconds: float | None) -> bool:
         mode = self.settings.preemption_mode
-        if mode != "auto" or recompute_seconds is None or swap_seconds is None:
-            return mode != "recompute"  # what was never measured is measured now
+        if mode != "auto" or recompute_seconds is None:
+            return mode != "recompute"
+        if swap_seconds is None:
+            return not self._leaving  # what was never measured is measured now, by one request at a time
         return swap_seconds < recompute_seconds
 
     def _has_room(self, victim: Request) -> bool:

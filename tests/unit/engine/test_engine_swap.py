@@ -196,6 +196,20 @@ def test_auto_takes_the_cheaper_and_tells_both_estimates(seconds_per_block: floa
     assert first.swap_estimate_ns == expected_swap
 
 
+def test_before_any_transfer_was_measured_auto_lets_one_request_find_out() -> None:
+    stage = Stage(num_blocks=11, max_num_seqs=5, max_batch_tokens=64, preemption_mode="auto")
+    for first in range(4, 9):  # all need their third block in the same step, and there is none
+        stage.core.add(make_request(str(first), [first, 5, 6, 7, 8, 9, 10, 11], max_tokens=5, ignore_eos=True), 0)
+
+    stage.step_until_preempted()
+    modes = [(event.request, event.mode) for event in stage.of(RequestPreempted)]
+    tokens = run_until_idle(stage.core)
+
+    assert modes == [("8", "swap"), ("7", "recompute")]
+    assert tokens.keys() == {(str(first), 0) for first in range(4, 9)}
+    assert stage.core.manager.pool.num_used == 0
+
+
 def test_a_full_host_and_the_mode_recompute_swap_nothing() -> None:
     for tiers, mode in [({"host_blocks": 1}, "swap"), ({}, "recompute")]:
         stage = Stage(tiers=tiers, preemption_mode=mode)
