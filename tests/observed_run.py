@@ -28,6 +28,8 @@ from kvwatch_dashboards.prometheus_api import PrometheusApi
 MODEL = "observed"
 SCRAPE_SECONDS = 2.0
 TENANTS = ("blue", "green")
+_MIX = "short=4,long=1,early-stop=2,shared-prefix=3,distinct=2,parallel=2,cold=1,warm=1,pressure=6,hang-up=1"
+"""The bench's mixed load with more of what fills the pool: preemptions are to be seen."""
 _TOPIC = "kv-events"
 _READY_SECONDS = 400.0
 """The first start compiles kernels."""
@@ -51,7 +53,7 @@ class Sizes:
 
 SMALL = Sizes(num_blocks=60, limit_tokens=600, num_requests=100, host_memory="1MiB", disk_bytes="2MiB")
 """For a tiny model: two minutes."""
-EMBEDDED = Sizes(num_blocks=130, limit_tokens=640, num_requests=60, host_memory="64MiB", disk_bytes="128MiB")
+EMBEDDED = Sizes(num_blocks=100, limit_tokens=480, num_requests=36, host_memory="64MiB", disk_bytes="128MiB")
 """For the embedded model on a few cores: some minutes."""
 
 
@@ -75,7 +77,8 @@ def _plan(folder: Path, sizes: Sizes) -> _Plan:
     live, replay, grpc, metrics = (free_address() for _ in range(4))
     common = ("--served-model-name", MODEL, "--num-blocks", str(sizes.num_blocks), "--admin-token-file", str(tokens))
     first = (
-        "--engine-name", "first", *common, "--preemption-mode", "recompute", "--max-queued-requests", "10",
+        "--engine-name", "first", *common, "--preemption-mode", "recompute", "--watermark", "0",
+        "--max-queued-requests", "10",
         "--host-memory", sizes.host_memory, "--disk-dir", str(disk), "--disk-bytes", sizes.disk_bytes,
         "--kv-events", f"tcp://{live}", "--kv-events-socket", "bind", "--kv-events-replay", f"tcp://{replay}",
         "--kv-events-topic", _TOPIC, "--metrics-tenants", ",".join(TENANTS), "--vllm-aliases",
@@ -109,15 +112,17 @@ def observed_run(folder: Path, model: Path | str, sizes: Sizes) -> Iterator[tupl
         scraped = [urlsplit(each.metrics_url).netloc for each in (first, engine, sidecar)]
         wait_for(lambda: api.is_scraped(scraped), 60)
         with _callers(first, engine), _load_until_the_end(first, sizes):
-            _wait_until(api, max(_now(api) + 20, start + _WINDOW_SECONDS + 60))
+            _wait_until(api, max(_now(api) + 40, start + _WINDOW_SECONDS + 60))
             yield api, Span(start, _now(api), SCRAPE_SECONDS)
 
 
 def _loads(server: ServerProcess, sizes: Sizes) -> None:
     """Put three loads on an engine, and change it between them as people do."""
-    words = ("--url", server.api, "--num-requests", str(sizes.num_requests), "--concurrency", "14", "--json")
+    words = ("--url", server.api, "--num-requests", str(sizes.num_requests), "--concurrency", "14")
     for seed, changes in enumerate((_prefer_swap, _enlarge, None)):
-        process = bench_process(*words, "--limit-tokens", str(sizes.limit_tokens), "--seed", str(seed))
+        process = bench_process(
+            *words, "--scenario", _MIX, "--limit-tokens", str(sizes.limit_tokens), "--seed", str(seed), "--json"
+        )
         out, err = process.communicate(timeout=500)
         assert process.returncode == 0, err + out
         if changes is not None:

@@ -35,15 +35,17 @@ _USAGE_MAX = Panel(
 _WASTE = Panel(
     title="Waste",
     unit="percentunit",
-    queries=(Query(f"1 - {q.ratio(q.gauge(m.KV_FILLED_SLOTS), q.gauge(m.KV_HELD_SLOTS))}"),),
+    queries=(
+        Query(f"1 - {q.ratio(q.gauge(m.KV_FILLED_SLOTS, tier='device'), q.gauge(m.KV_HELD_SLOTS, tier='device'))}"),
+    ),
     levels=(Level(s.WASTE_WARNING_RATIO, "yellow"),),
-    about="Slots of used blocks without a token, from their sums. Above the line blocks are too large for these requests: choose"
+    about="Slots of used blocks of the device without a token, from their sums. Above the line blocks are too large for these requests: choose"
     " a smaller --block-size.",
 )
 _WASTE_BY_GROUP = Panel(
-    title="Waste by tier and group",
+    title="Waste by group",
     unit="percentunit",
-    queries=(Query(q.value(m.KV_WASTE_RATIO), f"{ENGINE} {{{{tier}}}} {{{{group}}}}"),),
+    queries=(Query(q.value(m.KV_WASTE_RATIO, tier="device"), f"{ENGINE} group {{{{group}}}}"),),
 )
 _TOKENS = Panel(
     title="Tokens that fit",

@@ -22,6 +22,7 @@ LEGEND_ROWS = 3
 _LEGEND_COLUMNS, _LEGEND_CHARACTERS = 4, 72
 _SMALL, _TEXT = 6.5, 7.5
 _MAX_ROWS = 9
+_LABELS = ("engine", "dp_rank", "model_name", "job")
 _TICKS = (5, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400)
 _MAX_TICKS = 6
 
@@ -113,12 +114,13 @@ def _time_axis(axes: Axes, span: Span) -> None:
 
 def _legend(axes: Axes) -> None:
     lines, names = axes.get_legend_handles_labels()
-    room = LEGEND_ROWS * _columns_of_legend(names)
+    columns = _columns_of_legend(names)
+    room = LEGEND_ROWS * columns
     if len(lines) > room:
         more = f"{names[room - 1]}, and {len(lines) - room} more"
         lines, names = lines[:room], [*names[: room - 1], more]
     axes.legend(
-        lines, names, loc="upper left", bbox_to_anchor=(-0.02, -0.11), ncols=_columns_of_legend(names),
+        lines, names, loc="upper left", bbox_to_anchor=(-0.02, -0.11), ncols=columns,
         fontsize=_SMALL, frameon=False, labelcolor=FAINT, handlelength=1.0, columnspacing=0.9, handletextpad=0.4,
         labelspacing=0.25,
     )  # fmt: skip
@@ -152,7 +154,8 @@ def _table(axes: Axes, reading: Reading) -> None:
     ordered = sorted(rows.items(), key=lambda row: -row[1].get(columns[0], 0.0))
     jobs = {dict(labels).get("job") for labels in rows}
     hidden = {"instance"} | ({"job"} if len(jobs) == 1 else set())
-    names = list(dict.fromkeys(name for labels in rows for name, _ in labels if name not in hidden))
+    found = dict.fromkeys(name for labels in rows for name, _ in labels if name not in hidden)
+    names = sorted(found, key=lambda name: _LABELS.index(name) if name in _LABELS else len(_LABELS))
     units = {query.column: query.unit or reading.panel.unit for query in reading.panel.queries}
     coloured = {query.column for query in reading.panel.queries if query.has_levels and reading.panel.levels}
     texts, colours = [], []

@@ -15,9 +15,9 @@ from kvwatch_dashboards.preview.reading import Reading, Span, read_panel
 from kvwatch_dashboards.prometheus_api import PrometheusApi
 
 _INCHES, _DPI = 13.0, 84
-_HEAD, _ROW_TITLE, _PANEL = 0.62, 0.34, 2.1
+_HEAD, _ROW_TITLE, _PANEL = 0.62, 0.34, 2.25
 _LEFT, _RIGHT, _BETWEEN = 0.6, 0.15, 0.6
-_PLOT_TOP, _PLOT_BOTTOM = 0.28, 0.52
+_PLOT_TOP, _PLOT_BOTTOM = 0.28, 0.66
 _COLOURS = 128
 
 
