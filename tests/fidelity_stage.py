@@ -83,7 +83,6 @@ class KVEventsOut:
         bring_up_to_date(self.collector)
         self._read()
         if not self._is_joined:  # the first batch may have been published before the reader had joined
-            self._part.load(self._core.snapshot())
             wait_for(self._has_joined)
         told = {place: set(blocks) for place, blocks in self.reader.blocks.items() if blocks}
         assert told == resident(self._core)
@@ -94,6 +93,7 @@ class KVEventsOut:
         assert not self.reader.has_gap
 
     def _has_joined(self) -> bool:
+        self._part.load(self._core.snapshot())
         self._read()
         return self._is_joined
 

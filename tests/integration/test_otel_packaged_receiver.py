@@ -100,7 +100,12 @@ def test_phases_at_a_receiver_from_a_package_agree_with_the_client_and_exemplars
         httpx.Client() as client,
     ):
         ask(observed, client, f"{NUM_REQUESTS + 1:032x}")  # connects, and warms the tokenizer
-        measured = {f"{number:032x}": ask(observed, client, f"{number:032x}") for number in range(1, NUM_REQUESTS + 1)}
+        measured, controls = {}, []
+        for number in range(1, NUM_REQUESTS + 1):
+            begin = time.monotonic()
+            client.get(f"{observed.server.url}/health")
+            controls.append(time.monotonic() - begin)
+            measured[f"{number:032x}"] = ask(observed, client, f"{number:032x}")
         accept = {"accept": "application/openmetrics-text"}
         wait_until(lambda: len(collected.roots) > NUM_REQUESTS, 60)
         page = client.get(f"{observed.server.url}/metrics", headers=accept).text
@@ -114,8 +119,9 @@ def test_phases_at_a_receiver_from_a_package_agree_with_the_client_and_exemplars
             exceeding.append(elapsed - sum(phases.values()))
 
     assert min(exceeding) >= 0
-    # Whatever else runs on the machine only adds: the least disturbed request shows that nothing is missing.
-    assert min(exceeding) < 0.005
+    # Whatever else runs on the machine only adds, as it does to requests that reach no engine: the least disturbed
+    # request shows that nothing is missing.
+    assert min(exceeding) < 0.005 + min(controls)
     found = exemplars(page)
     assert len(found) >= 3
     assert found <= roots.keys()
