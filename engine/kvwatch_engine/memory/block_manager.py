@@ -10,7 +10,6 @@ free blocks returns None or False and has changed nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 
 from kvwatch.telemetry.events import BlocksLaidOut, BlocksShared, SequenceForked
 from kvwatch.telemetry.events.block import GROUPS, AllocationReason, ReleaseReason
@@ -23,9 +22,10 @@ from kvwatch_engine.memory.block_pool import BlockPool, Owner, StoredRun
 from kvwatch_engine.memory.group_tables import GroupTables
 from kvwatch_engine.memory.holds import Holds
 from kvwatch_engine.memory.layout import Layout
-from kvwatch_engine.memory.prefix import Prefix, blocks_of_prefix, longest_prefix
+from kvwatch_engine.memory.prefix import Prefix, find_prefix, longest_prefix
 from kvwatch_engine.memory.relocation import Relocation
 from kvwatch_engine.memory.strict import StoredContents
+from kvwatch_engine.memory.table_rebuild import TableRebuilder
 from kvwatch_engine.memory.table_write import BlockCopy, TableWriter
 
 
@@ -73,6 +73,7 @@ class BlockManager:
         self._log = log
         self._tables = self.groups[0].tables
         self._writer = TableWriter(pool, self.groups, log)
+        self._rebuilder = TableRebuilder(pool, self.groups[0], log)
         self._holds = Holds()
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -112,25 +113,11 @@ class BlockManager:
 
     def find_prefix(self, hashes: Sequence[BlockHash]) -> Prefix:
         """Return the blocks that hold the longest known prefix of a hash chain; changes nothing."""
-        find = self.pool.find
-        if not self._is_plain:
-            length = longest_prefix(hashes, self.groups, lambda content: find(content) is not None)
-            return blocks_of_prefix(hashes, length, self.groups, find)
-        blocks: list[BlockId] = []
-        for content in hashes:
-            block = find(content)
-            if block is None:
-                break
-            blocks.append(block)
-        return Prefix((blocks,))
+        return find_prefix(hashes, self.groups, self.pool.find)
 
     def num_blocks_regretted(self, hashes: Sequence[BlockHash], num_hits: int) -> int:
         """Return how many more blocks of a hash chain than `num_hits` would be found, had none been evicted."""
-        if not self._is_plain:
-            return max(0, longest_prefix(hashes, self.groups, self.pool.would_have_hit) - num_hits)
-        knows = self.pool.would_have_hit
-        missed = (index for index in range(num_hits, len(hashes)) if not knows(hashes[index]))
-        return next(missed, len(hashes)) - num_hits
+        return max(0, longest_prefix(hashes, self.groups, self.pool.would_have_hit, num_hits) - num_hits)
 
     def num_blocks_missing(self, prefix: Prefix, num_tokens: int) -> int:
         """Return how many free blocks a new sequence takes: new ones, and cached ones of its prefix hit.
@@ -324,15 +311,7 @@ class BlockManager:
             The block of each number; None, with nothing changed, when too few are free.
         """
         assert self._is_plain, "tiers serve one group with full attention"
-        if num_distinct > self.pool.num_free:
-            return None
-        places: list[BlockId | None] = [None] * num_distinct
-        for owner, numbers in tables.items():
-            assert owner not in self._tables, f"{owner} already has a block table"
-            if not self._extend(owner, numbers, places):
-                self._undo_rebuild(tables)
-                return None
-        return [place for place in places if place is not None]
+        return self._rebuilder.rebuild(tables, num_distinct)
 
     def num_blocks_freed_by(self, owners: Iterable[Owner]) -> int:
         """Return how many blocks would become free if all `owners` were released. Shared and pinned blocks stay."""
@@ -426,31 +405,6 @@ class BlockManager:
     def _release(self, owner: Owner, held: Sequence[list[BlockId]], reason: ReleaseReason) -> None:
         for group, blocks in zip(self.groups, held, strict=True):
             self.pool.release(blocks, owner, reason, group.number)
-
-    def _extend(self, owner: Owner, numbers: Sequence[int], places: list[BlockId | None]) -> bool:
-        """Make one table of `rebuild`: runs of blocks that are new, and runs that another sequence has already."""
-        table: list[BlockId] = []
-        self.groups[0].open(owner, table)  # its blocks enter the prefix index again when the sequence goes on
-        for is_new, group in groupby(numbers, lambda number: places[number] is None):
-            run = list(group)
-            if is_new:
-                blocks = self.pool.allocate(len(run), owner, "restore")
-                if blocks is None:
-                    return False
-                for number, taken in zip(run, blocks, strict=True):
-                    places[number] = taken
-            else:
-                blocks = [block for number in run if (block := places[number]) is not None]
-                self.pool.share(blocks)
-                if self._log.active:
-                    self._emit_shared(owner, blocks, 0)
-            table += blocks
-        return True
-
-    def _undo_rebuild(self, tables: Iterable[Owner]) -> None:
-        """The pool refused blocks against its own count."""
-        for owner in tables:
-            self.release(owner, "aborted")
 
     def _note_contents(
         self, contents: StoredContents, root: BlockHash, hashes: Sequence[BlockHash], first: int, tokens: TokenSlice

@@ -31,8 +31,33 @@ class Prefix:
         return [block for blocks in self.groups for block in blocks if block]
 
 
+def find_prefix(
+    hashes: Sequence[BlockHash], groups: Sequence[GroupTables], find: Callable[[BlockHash], BlockId | None]
+) -> Prefix:
+    """Return the blocks that hold the longest known prefix of a hash chain.
+
+    Args:
+        hashes: of the first group; those of the others follow from them.
+        groups: all KV groups.
+        find: returns the block that holds something.
+    """
+    if len(groups) > 1 or groups[0].window is not None:
+        length = longest_prefix(hashes, groups, lambda content: find(content) is not None)
+        return _blocks_of(hashes, length, groups, find)
+    blocks: list[BlockId] = []
+    for content in hashes:
+        block = find(content)
+        if block is None:
+            break
+        blocks.append(block)
+    return Prefix((blocks,))
+
+
 def longest_prefix(
-    hashes: Sequence[BlockHash], groups: Sequence[GroupTables], knows: Callable[[BlockHash], bool]
+    hashes: Sequence[BlockHash],
+    groups: Sequence[GroupTables],
+    knows: Callable[[BlockHash], bool],
+    num_known: int = 0,
 ) -> int:
     """Return how many leading blocks of a hash chain can be reused if `knows` tells what is there.
 
@@ -40,12 +65,14 @@ def longest_prefix(
         hashes: of the first group; those of the others follow from them.
         groups: all KV groups.
         knows: whether a block with this hash could be reused.
+        num_known: a prefix of so many blocks can be reused, whatever `knows` says of it.
     """
     length = len(hashes)
     for group in groups:
         if group.window is None:
             number = group.number
-            length = next((i for i in range(length) if not knows(hash_in_group(hashes[i], number))), length)
+            missing = (i for i in range(num_known, length) if not knows(hash_in_group(hashes[i], number)))
+            length = next(missing, length)
     sliding = [group for group in groups if group.window is not None]
     settled = -1
     while settled != length:  # a group that cuts the prefix shorter may ask for other blocks of the next one
@@ -67,13 +94,13 @@ def _last_whole_window(
     return length
 
 
-def blocks_of_prefix(
+def _blocks_of(
     hashes: Sequence[BlockHash],
     length: int,
     groups: Sequence[GroupTables],
     find: Callable[[BlockHash], BlockId | None],
 ) -> Prefix:
-    """Return the blocks of a prefix that `longest_prefix` found with the same knowledge."""
+    """Return the blocks of a prefix whose length was found with the same knowledge."""
     found: list[list[BlockId]] = []
     for group in groups:
         first = group.first_seen(length * group.block_size)
