@@ -1,12 +1,8 @@
-"""A mixed load for a pool that is far too small, and what its clients may expect."""
+"""A mixed load for a pool that is far too small."""
 
-from collections.abc import Sequence
 from random import Random
-from statistics import median
 from typing import Any
 
-from kvwatch.telemetry.events import RequestFinished, RequestResumed
-from kvwatch.telemetry.schema import Event
 from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams
 
@@ -43,23 +39,3 @@ def mixed_requests(count: int, seed: int, vocab_size: int, max_answer: int = 60)
         )
         made.append((kind, request))
     return made
-
-
-def check_waits(requests: Sequence[tuple[str, GenerationRequest]], events: Sequence[Event]) -> None:
-    """Nobody waits longer than five times the median of its class, or two seconds.
-
-    Time before the first admission counts, and time away after preemptions.
-    """
-    waits: dict[str, float] = {}
-    for event in events:
-        if isinstance(event, RequestFinished):
-            assert event.queue_ns is not None, f"{event.request} never ran"
-            waits[event.request] = waits.get(event.request, 0.0) + event.queue_ns / 1e9
-        if isinstance(event, RequestResumed):
-            waits[event.request] = waits.get(event.request, 0.0) + event.away_ns / 1e9
-    by_class: dict[str, list[float]] = {}
-    for kind, request in requests:
-        by_class.setdefault(kind, []).append(waits[request.request_id])
-    for kind, found in by_class.items():
-        print(f"{kind}: {len(found)} requests waited {median(found):.3f} s in the middle, {max(found):.3f} s at most")
-        assert max(found) <= max(5 * median(found), 2.0)

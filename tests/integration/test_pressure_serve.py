@@ -20,22 +20,22 @@ import json
 import os
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
 from bench_runs import bench_process
 from server_process import ServerProcess, serve_process
 from tiny_models import make_shallow_model, make_tiny_model
+from waits import check_fairness
 
 from kvwatch.bench.plan import plan_requests
 from kvwatch.bench.saved import SavedRun, read_run
 from kvwatch.bench.scenarios import SCENARIOS, RequestSpec
 from kvwatch.recorder.reader import Recording
-from kvwatch.telemetry.events import RequestFinished, RequestPreempted, RequestResumed
+from kvwatch.telemetry.events import RequestPreempted
 from kvwatch.telemetry.schema import Event
 
 KEEP = "UNPRESSURED_RUNS"
@@ -45,6 +45,8 @@ LIMIT_TOKENS = NUM_BLOCKS * 16
 SEED = 7
 NEAR_TIE = 1e-4
 MAX_EXCUSED_SHARE = 0.02
+IDLE_LAG_SECONDS = 0.25
+"""If the bench's event loop was never later than that, the machine had time for everybody all the while."""
 SERVE = ("--dtype", "float32", "--served-model-name", "embedded")
 MODES: dict[str, tuple[str, ...]] = {
     "recompute": (),
@@ -113,7 +115,10 @@ def test_a_mixed_load_under_pressure(unpressured: Unpressured, mode: str, tmp_pa
     print(f"{mode}: {report['duration_seconds']:.0f} s, preemptions {dict(preemptions)}, {report['requests']}, {seen}")
     assert preemptions.total() == seen["preemptions"] > 0
     assert mode == "auto" or set(preemptions) == {mode}
-    check_waits(read_run(saved), events)
+    is_idle = report["client"]["loop_lag_max_seconds"] < IDLE_LAG_SECONDS
+    print(f"the machine had {'nothing' if is_idle else 'much'} else to do: {report['client']}")
+    answered = [(each.scenario, each.answer_id) for each in read_run(saved).requests if each.status == "ok"]
+    check_fairness(answered, events, judges_seconds=is_idle)
     check_texts(unpressured, read_run(unpressured.saved), report["comparison"])
 
 
@@ -127,25 +132,6 @@ def read_events(folder: Path) -> list[Event]:
                     events += item
     assert events, f"nothing was recorded: {sorted(folder.rglob('*'))}"
     return events
-
-
-def check_waits(run: SavedRun, events: Sequence[Event]) -> None:
-    """Nobody waits longer than five times the median of its class, or two seconds, beyond its own service."""
-    waits: dict[str, float] = {}
-    for event in events:
-        if isinstance(event, RequestFinished):
-            waits[event.request] = waits.get(event.request, 0.0) + (event.queue_ns or 0) / 1e9
-        if isinstance(event, RequestResumed):
-            waits[event.request] = waits.get(event.request, 0.0) + event.away_ns / 1e9
-    by_class: dict[str, list[float]] = {}
-    for request in run.requests:
-        if request.status == "ok":
-            by_class.setdefault(request.scenario, []).append(waits[request.answer_id])
-    ratios = {}
-    for scenario, found in by_class.items():
-        ratios[scenario] = max(found) / max(5 * median(found), 2.0)
-        print(f"{scenario}: {len(found)} waited {median(found):.2f} s in the middle, {max(found):.2f} s at most")
-    assert max(ratios.values()) <= 1.0, ratios
 
 
 def check_texts(unpressured: Unpressured, there: SavedRun, comparison: Any) -> None:

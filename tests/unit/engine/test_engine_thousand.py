@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 from builders import FakeClock, LedgerFollower, NullModel, Recorder, make_settings
-from mixed_load import LONGEST, check_waits, mixed_requests
+from mixed_load import LONGEST, mixed_requests
 from slot_store import InlineWorker, SlotStore
+from waits import check_fairness
 
 from kvwatch.telemetry.events import RequestFinished, RequestPreempted
 from kvwatch.telemetry.log import EventLog
@@ -86,6 +87,6 @@ def test_nobody_waits_much_longer_than_others_and_every_answer_is_right(mode: st
     most = max(event.num_preemptions for event in events if isinstance(event, RequestFinished))
     print(f"{mode}: {len(preempted)} preemptions, at most {most} of one request, {clock.now_ns / 1e9:.1f} s")
     assert preempted
-    check_waits(requests, events)
+    check_fairness([(kind, request.request_id) for kind, request in requests], events)
     core.check_integrity()
     assert core.manager.pool.num_used == 0
