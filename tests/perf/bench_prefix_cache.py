@@ -3,14 +3,16 @@
     python tests/perf/bench_prefix_cache.py [--seconds 120]
 
 Worth: time to the first token of a prompt of which nine tenths, 1,000 tokens, are shared, found in the cache or not.
-Cost: the same load without any common prefix on two engines, with the cache and without, in turn; the pool is small, so
-that the one with the cache evicts all the time. Neighbours are paired.
+Cost: the same load without any common prefix on two engines, with the cache and without; the pool is small, so that the
+one with the cache evicts all the time. They take their steps in turn, now the one first, now the other: whatever slows
+the machine down for longer than a step slows down both. Rounds of prompts are paired.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 
 from embedded_engine import load_embedded, make_core, random_prompts, run, submit
 from paired import estimate, ratio
@@ -64,34 +66,45 @@ def measure_worth(model: LoadedModel, seconds: float) -> dict[str, object]:
     }
 
 
-def tokens_per_second(core: EngineCore, seed: int) -> float:
-    """Run one round of prompts that nobody has sent before; return tokens/s, those of the prompts included."""
+def tokens_per_second(cores: Sequence[EngineCore], seed: int) -> list[float]:
+    """Run one round of prompts that nobody has sent before on engines that step in turn.
+
+    Returns:
+        Tokens/s of each engine in the time that it had, those of the prompts included.
+    """
     prompts = random_prompts(BATCH, NUM_PROMPT_TOKENS, seed)
-    started = time.perf_counter()
-    submit(core, prompts, NUM_OUTPUT_TOKENS, f"round{seed}")
-    num_tokens = run(core) + BATCH * NUM_PROMPT_TOKENS
-    return num_tokens / (time.perf_counter() - started)
+    seconds = [0.0] * len(cores)
+    num_tokens = BATCH * NUM_PROMPT_TOKENS
+    in_order = list(range(len(cores)))
+    for index in in_order:
+        started = time.perf_counter()
+        submit(cores[index], prompts, NUM_OUTPUT_TOKENS, f"round{seed}")
+        seconds[index] += time.perf_counter() - started
+    while cores[0].has_work:
+        for index in in_order:
+            started = time.perf_counter()
+            outputs = cores[index].step()
+            seconds[index] += time.perf_counter() - started
+            num_tokens += sum(len(output.token_ids) for output in outputs) if index == 0 else 0
+        in_order.reverse()
+    assert not any(core.has_work for core in cores), "all take the same steps"
+    return [num_tokens / each for each in seconds]
 
 
 def measure_cost(model: LoadedModel, seconds: float) -> dict[str, object]:
-    """Alternate rounds on an engine with the cache and on one without."""
-    with_cache, without = (
+    """Let an engine with the cache and one without compute the same."""
+    cores = [
         make_core(model, EventLog(), num_blocks=SMALL_POOL, enable_prefix_cache=enabled) for enabled in (True, False)
-    )
+    ]
     for seed in range(3):
-        tokens_per_second(with_cache, seed)
-        tokens_per_second(without, seed)
+        tokens_per_second(cores, seed)
     on: list[float] = []
     off: list[float] = []
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline or len(on) < 8:
-        seed = 1000 + len(on)
-        if len(on) % 2:
-            off.append(tokens_per_second(without, seed))
-            on.append(tokens_per_second(with_cache, seed))
-        else:
-            on.append(tokens_per_second(with_cache, seed))
-            off.append(tokens_per_second(without, seed))
+        with_cache, without = tokens_per_second(cores, 1000 + len(on))
+        on.append(with_cache)
+        off.append(without)
     loss = estimate([1 - a / b for a, b in zip(on, off, strict=True)])
     return {
         "pairs": len(on),
