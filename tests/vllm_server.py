@@ -33,11 +33,15 @@ def free_port() -> int:
 class VLLM:
     """The server of one model. `start`, `kill` and `start` again as often as wanted; ports stay."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(
+        self, model: Path, log: Path, endpoints: tuple[str, str] | None = None, port: int | None = None
+    ) -> None:
         self._model = model
+        self._endpoints = endpoints
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
-        self.port, self.events_port, self.replay_port = free_port(), free_port(), free_port()
+        self.port = port or free_port()
+        self.events_port, self.replay_port = free_port(), free_port()
         self.events_host = "*"
         """With a wildcard vLLM binds the address of its events, with any other host it connects to it."""
 
@@ -47,12 +51,14 @@ class VLLM:
 
     def start(self) -> None:
         """Start it and return when it answers."""
+        own = (f"tcp://{self.events_host}:{self.events_port}", f"tcp://*:{self.replay_port}")
+        live, replay = self._endpoints or own
         events = json.dumps(
             {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
-                "endpoint": f"tcp://{self.events_host}:{self.events_port}",
-                "replay_endpoint": f"tcp://*:{self.replay_port}",
+                "endpoint": live,
+                "replay_endpoint": replay,
                 "topic": TOPIC,
             }
         )
@@ -109,9 +115,11 @@ class VLLM:
 
 
 @contextmanager
-def running_vllm(model: Path, log: Path) -> Iterator[VLLM]:
-    """Run a server for as long as the block lasts."""
-    server = VLLM(model, log)
+def running_vllm(
+    model: Path, log: Path, endpoints: tuple[str, str] | None = None, port: int | None = None
+) -> Iterator[VLLM]:
+    """Run a server for as long as the block lasts; `endpoints` are those of live events and of replays."""
+    server = VLLM(model, log, endpoints, port)
     try:
         server.start()
         yield server
