@@ -1,6 +1,6 @@
 """A thousand mixed requests on 40 blocks, from `kvwatch bench` to `kvwatch serve`, in every mode of preemption.
 
-    pytest -s tests/integration/test_pressure_serve.py -k "tiny and swap"        one mode, a random model: 2 minutes
+    pytest -s tests/integration/test_pressure_serve.py -k "tiny and swap"        one mode, a random model: 1 minute
     pytest -s tests/integration/test_pressure_serve.py -k "shallow and swap"     a few real layers: 6 minutes
     pytest -s tests/integration/test_pressure_serve.py -k "embedded and swap"    the whole model: 12 minutes
 
@@ -18,6 +18,7 @@ and was away after preemptions, apart from the time in which it was computed.
 
 import json
 import os
+import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from bench_runs import bench_process
 from server_process import ServerProcess, serve_process
@@ -45,8 +47,8 @@ LIMIT_TOKENS = NUM_BLOCKS * 16
 SEED = 7
 NEAR_TIE = 1e-4
 MAX_EXCUSED_SHARE = 0.02
-IDLE_LAG_SECONDS = 0.25
-"""If the bench's event loop was never later than that, the machine had time for everybody all the while."""
+MAX_FOREIGN_SHARE = 0.1
+"""Part of the processors' time that others may take before seconds say more about them than about the engine."""
 SERVE = ("--dtype", "float32", "--served-model-name", "embedded")
 MODES: dict[str, tuple[str, ...]] = {
     "recompute": (),
@@ -105,21 +107,45 @@ def test_a_mixed_load_under_pressure(unpressured: Unpressured, mode: str, tmp_pa
     saved, recordings = tmp_path / "run.json", tmp_path / "recordings"
     flags = ("--num-blocks", str(NUM_BLOCKS + 1), "--preemption-mode", mode, "--record-dir", str(recordings))
     with serve_process(unpressured.model, *SERVE, *flags, *MODES[mode]) as server:
+        busy = BusyTime(server.process.pid)
         report = bench(
             server, "--save", str(saved), "--save-texts", "--compare", str(unpressured.saved),
             "--assert", "errors==0", "--assert", "used_blocks_after==0", "--assert", "isolation_mismatches==0",
         )  # fmt: skip
+        foreign = busy.foreign_share()
         server.terminate()
     seen, events = report["server"], read_events(recordings)
-    preemptions = Counter(event.mode for event in events if isinstance(event, RequestPreempted))
+    preemptions = Counter[str](event.mode for event in events if isinstance(event, RequestPreempted))
     print(f"{mode}: {report['duration_seconds']:.0f} s, preemptions {dict(preemptions)}, {report['requests']}, {seen}")
     assert preemptions.total() == seen["preemptions"] > 0
-    assert mode == "auto" or set(preemptions) == {mode}
-    is_idle = report["client"]["loop_lag_max_seconds"] < IDLE_LAG_SECONDS
-    print(f"the machine had {'nothing' if is_idle else 'much'} else to do: {report['client']}")
+    # Swap falls back where there is nothing to swap, or a copy of the same step is still to come.
+    assert mode == "auto" or preemptions[mode] > 0.9 * preemptions.total()
+    print(f"others had {foreign:.0%} of the processors")
     answered = [(each.scenario, each.answer_id) for each in read_run(saved).requests if each.status == "ok"]
-    check_fairness(answered, events, judges_seconds=is_idle)
+    check_fairness(answered, events, judges_seconds=foreign <= MAX_FOREIGN_SHARE)
     check_texts(unpressured, read_run(unpressured.saved), report["comparison"])
+
+
+class BusyTime:
+    """Who has the processors' time from now on: a server and this process's children, or others."""
+
+    def __init__(self, server_pid: int) -> None:
+        self._server = psutil.Process(server_pid)
+        self._started = time.monotonic()
+        self._before = self._all(), self._own()
+
+    def foreign_share(self) -> float:
+        """Return the part of all processors' time that others have had."""
+        everybody, own = self._all() - self._before[0], self._own() - self._before[1]
+        return max(0.0, everybody - own) / ((time.monotonic() - self._started) * (os.cpu_count() or 1))
+
+    def _all(self) -> float:
+        times = psutil.cpu_times()
+        return float(sum(times) - times.idle - times.iowait - times.guest)
+
+    def _own(self) -> float:
+        server, ours = self._server.cpu_times(), os.times()
+        return server.user + server.system + ours.user + ours.system + ours.children_user + ours.children_system
 
 
 def read_events(folder: Path) -> list[Event]:
