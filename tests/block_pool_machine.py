@@ -146,6 +146,28 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self._compute(child, min(num_tokens + count, shared + MAX_CHUNK))
 
     @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), count=st.integers(1, 7))
+    def fork_part_and_join(self, data: st.DataObject, count: int) -> None:
+        """A beam goes its own way for a while, and then on from its parent: it holds what that one holds, no more."""
+        parent = self._any_sequence(data)
+        source = self.sequences[parent]
+        self._compute(parent, len(source.tokens))
+        if source.computed < len(source.tokens):
+            return
+        child = Owner(parent.request, 1 + max(o.sequence for o in self.sequences if o.request == parent.request))
+        shared = self.manager.fork(parent, child, source.computed)
+        chain = source.chain.fork(source.computed // BLOCK_SIZE)
+        self.sequences[child] = branch = NaiveSequence([*source.tokens, *[1] * count], shared, chain)
+        source.tokens += [0] * count
+        self._compute(parent, len(source.tokens))
+        self._compute(child, len(branch.tokens))
+        if not source.computed == branch.computed == len(source.tokens):
+            return  # blocks were short
+        self.manager.join(parent, child, source.computed)
+        assert all(group.tables[child] == group.tables[parent] for group in self.manager.groups)
+        branch.tokens, branch.chain = list(source.tokens), source.chain.fork(source.computed // BLOCK_SIZE)
+
+    @precondition(lambda self: self.sequences)
     @rule(data=st.data(), reason=st.sampled_from(RELEASES))
     def release(self, data: st.DataObject, reason: ReleaseReason) -> None:
         """Finish, abort or preempt."""

@@ -77,7 +77,7 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=16)
 
 
 class IsolationMachine(RuleBasedStateMachine):
-    """Open, go on, fork, release, clear."""
+    """Open, go on, fork, join, release, clear."""
 
     @initialize(num_blocks=st.integers(6, 40))
     def start(self, num_blocks: int) -> None:
@@ -136,6 +136,26 @@ class IsolationMachine(RuleBasedStateMachine):
         shared = self.manager.fork(parent, child, num_tokens)
         chain = source.chain.fork(num_tokens // BLOCK_SIZE)
         self.running[child] = Running(source.keys, source.tokens[:num_tokens], shared, chain)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), ways=st.lists(st.integers(0, 1), min_size=2, max_size=10))
+    def fork_part_and_join(self, data: st.DataObject, ways: list[int]) -> None:
+        """A beam goes its own way, and then on from the sequence that it came from."""
+        parent = self._any(data)
+        source = self.running[parent]
+        if source.computed != len(source.tokens):
+            return
+        half = len(ways) // 2
+        child = Owner(parent.request, 1 + max(o.sequence for o in self.running if o.request == parent.request))
+        shared = self.manager.fork(parent, child, source.computed)
+        chain = source.chain.fork(source.computed // BLOCK_SIZE)
+        self.running[child] = branch = Running(source.keys, [*source.tokens, *ways[half : 2 * half]], shared, chain)
+        source.tokens += ways[:half]
+        self._compute(parent)
+        self._compute(child)
+        if source.computed == branch.computed == len(source.tokens):
+            self.manager.join(parent, child, source.computed)
+            branch.tokens, branch.chain = list(source.tokens), source.chain.fork(source.computed // BLOCK_SIZE)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())

@@ -6,6 +6,8 @@ BEAMS = "tests/unit/engine/test_engine_beams.py"
 EQUALITY = "tests/integration/test_beam_equality.py"
 EVERY_WAY = f"{EQUALITY}::test_every_way_of_searching_finds_what_transformers_finds"
 NEVER = f"{EQUALITY}::test_never_searches_on_where_false_stops_as_in_transformers"
+SHARING = "tests/unit/engine/test_engine_sharing.py"
+GROUPS = "tests/unit/memory/test_memory_groups.py"
 SEARCH = "engine/kvwatch_engine/scheduling/beam_search.py"
 
 ENGINE = (
@@ -56,5 +58,69 @@ ENGINE = (
         old="number, limit = _name_of_number(sampling), sampling.num_sequences, settings.max_num_seqs\n",
         new="number, limit = _name_of_number(sampling), sampling.n, settings.max_num_seqs\n",
         tests=(BEAMS,),
+    ),
+    Fault(
+        name="scores-are-sums",
+        stands_for="`length_penalty` is read and forgotten: short sequences win.",
+        file=SEARCH,
+        old="        return sum_logprob / math.pow(num_tokens, self.params.length_penalty)\n",
+        new="        return sum_logprob / math.pow(max(num_tokens, 1), 0)\n",
+        tests=(EVERY_WAY,),
+    ),
+    Fault(
+        name="end-tokens-take-the-place-of-beams",
+        stands_for="Only as many candidates are asked for as beams go on: those that end a sequence leave too few.",
+        file=SEARCH,
+        old="        return self.params.width + len(self._end_token_ids)\n",
+        new="        return self.params.width\n",
+        tests=(EVERY_WAY,),
+    ),
+    Fault(
+        name="a-beam-forgets-its-past",
+        stands_for="A beam is ranked by its last token alone instead of by all of them.",
+        file=SEARCH,
+        old="yield _Continuation(place, token_id, beam.sum_logprob + score, logprobs)",
+        new="yield _Continuation(place, token_id, score, logprobs)",
+        tests=(EVERY_WAY,),
+    ),
+    Fault(
+        name="a-beam-is-stopped-alone",
+        stands_for="One beam is ended from outside, and the search waits for its candidates for ever.",
+        file="engine/kvwatch_engine/core.py",
+        old="        if request is not None and request.search is None and 0 <= sequence",
+        new="        if request is not None and 0 <= sequence",
+        tests=(f"{BEAMS}::test_no_beam_can_be_stopped_alone",),
+    ),
+    Fault(
+        name="two-write-to-one-block",
+        stands_for="A partial block of two owners is written to without a copy: samples overwrite each other's tokens.",
+        file="engine/kvwatch_engine/memory/table_write.py",
+        old="                shared = [first] if ref_counts[table[first]] > 1 else []\n",
+        new="                shared = [first] if ref_counts[table[first]] > 2 else []\n",
+        tests=(SHARING,),
+    ),
+    Fault(
+        name="the-last-owner-copies-too",
+        stands_for="Every sample copies the partial block, the last one as well, which could write in place.",
+        file="engine/kvwatch_engine/memory/table_write.py",
+        old="                shared = [first] if ref_counts[table[first]] > 1 else []\n",
+        new="                shared = [first] if ref_counts[table[first]] > 0 else []\n",
+        tests=(SHARING,),
+    ),
+    Fault(
+        name="joined-without-a-reference",
+        stands_for="A beam goes on over another one's blocks that are not counted as its own, and are freed under it.",
+        file="engine/kvwatch_engine/memory/group_tables.py",
+        old="goal[num_kept:]\n        self._pool.share(shared)\n",
+        new="goal[num_kept:]\n",
+        tests=(f"{GROUPS}::test_who_joins_another_gives_up_its_own_in_every_group",),
+    ),
+    Fault(
+        name="a-beam-stores-under-its-old-names",
+        stands_for="A beam that goes on elsewhere enters blocks under the hashes of what it said before.",
+        file="engine/kvwatch_engine/scheduling/lifecycle.py",
+        old="        sequence.chain = parent.chain.fork(parent.num_computed // self._manager.block_size)\n",
+        new="",
+        tests=(f"{BEAMS}::test_a_beam_stores_blocks_under_the_names_of_the_way_that_it_goes_now",),
     ),
 )

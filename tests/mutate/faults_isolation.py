@@ -7,6 +7,9 @@ HASH = "tests/unit/memory/test_memory_block_hash.py"
 KEYS = "tests/unit/server/test_server_api_keys.py"
 HTTP = "tests/integration/test_api_keys.py"
 LIVE = "tests/unit/live/test_live_prefixes.py"
+SHARING = "tests/unit/engine/test_engine_sharing.py"
+SALTS = f"{SHARING}::test_different_salts_never_share_a_block_and_equal_ones_do"
+PRESSURE = "tests/unit/engine/test_engine_pressure.py"
 STRICT = "tests/unit/engine/test_engine_strict.py"
 POOL = "engine/kvwatch_engine/memory/block_pool.py"
 BLOCK_HASH = "engine/kvwatch_engine/memory/block_hash.py"
@@ -91,5 +94,61 @@ ISOLATION = (
         old="                return index\n",
         new="                continue\n",
         tests=(STRICT,),
+    ),
+    Fault(
+        name="a-salt-that-no-hash-knows",
+        stands_for="`cache_salt` is read from the request and left out of the block hashes.",
+        file="engine/kvwatch_engine/core.py",
+        old="                cache_salt=cache_salt,\n",
+        new='                cache_salt="",\n',
+        tests=(SALTS,),
+    ),
+    Fault(
+        name="a-salt-stands-for-the-tenant-too",
+        stands_for="A request with a salt of its own leaves its tenant's out: who guesses the salt finds its blocks.",
+        file=BLOCK_HASH,
+        old="    if tenant_salt:\n        keys.append(",
+        new="    if tenant_salt and not cache_salt:\n        keys.append(",
+        tests=(MACHINE, HASH),
+    ),
+    Fault(
+        name="keys-run-into-each-other",
+        stands_for="Keys are joined without their lengths: one that ends like the next begins is taken for two.",
+        file=BLOCK_HASH,
+        old='        return struct.pack("<BQ", self.tag, len(self.content)) + self.content\n',
+        new='        return struct.pack("<B", self.tag) + self.content\n',
+        tests=(HASH,),
+    ),
+    Fault(
+        name="images-before-a-block-are-forgotten",
+        stands_for="A block's hash has its own images' keys, but no parent: an image before it makes no difference.",
+        file=BLOCK_HASH,
+        old="            parent = hashes[-1] if hashes else self._root\n",
+        new="            parent = self._root\n",
+        tests=(MACHINE, HASH),
+    ),
+    Fault(
+        name="the-second-of-equals-takes-the-name",
+        stands_for="A duplicate takes over the name of the block that was stored first, which nobody finds any more.",
+        file=POOL,
+        old="            if content in self._index:\n                self._emit_stored(",
+        new="            if content in self._index and place > 1000:\n                self._emit_stored(",
+        tests=(MACHINE,),
+    ),
+    Fault(
+        name="the-head-of-a-chain-goes-first",
+        stands_for="A sequence releases its first block first: a prefix is evicted before its continuations.",
+        file="engine/kvwatch_engine/memory/group_tables.py",
+        old="        table.reverse()\n",
+        new="        pass\n",
+        tests=(f"{PRESSURE}::test_blocks_are_evicted_only_on_demand_oldest_first_and_the_tail_before_the_head",),
+    ),
+    Fault(
+        name="a-whole-prompt-is-found",
+        stands_for="A prompt of whole blocks is found to its last token, and there are no logits to go on from.",
+        file="engine/kvwatch_engine/scheduling/admission.py",
+        old="        num_blocks = (leader.num_tokens - 1) // self._manager.block_size\n",
+        new="        num_blocks = leader.num_tokens // self._manager.block_size\n",
+        tests=(f"{SHARING}::test_a_repeated_prompt_hits_all_full_blocks_but_never_its_last_token",),
     ),
 )

@@ -5,6 +5,7 @@ from mutate.fault import Fault
 ENGINE = "tests/unit/engine/test_engine_adapters.py"
 EQUALITY = "tests/integration/test_lora_equality.py"
 TEXTS = f"{EQUALITY}::test_several_adapters_in_one_batch_each_give_pefts_text[llama]"
+RELOAD = f"{EQUALITY}::test_each_adapter_misses_cold_and_hits_warm_and_a_reload_is_cold_again[llama]"
 SERVER = "tests/integration/test_lora_server.py"
 FILES = "tests/unit/model/test_model_lora_files.py"
 
@@ -72,5 +73,45 @@ LORA = (
         old="        if self._modules:\n            known",
         new="        if len(self._modules) > 1000:\n            known",
         tests=(f"{FILES}::test_weights_that_do_not_fit_are_refused",),
+    ),
+    Fault(
+        name="a-reload-is-the-same-adapter",
+        stands_for="The load id is the name: after a reload requests find what the old weights have computed.",
+        file="engine/kvwatch_engine/model/adapters.py",
+        old="LoadId(secrets.token_hex(16))",
+        new="LoadId(name)",
+        tests=(RELOAD,),
+    ),
+    Fault(
+        name="equal-files-are-one-adapter",
+        stands_for="The load id is the fingerprint of the files: whoever unloads one of two frees both.",
+        file="engine/kvwatch_engine/model/adapters.py",
+        old="LoadId(secrets.token_hex(16))",
+        new="LoadId(weights.fingerprint)",
+        tests=(RELOAD,),
+    ),
+    Fault(
+        name="rows-of-two-adapters-swapped",
+        stands_for="In a batch of several adapters each is given another one's tokens.",
+        file="engine/kvwatch_engine/model/adapters.py",
+        old="self._weights[span.load_id]) for span in spans]",
+        new="self._weights[other.load_id]) for span, other in zip(spans, [*spans][::-1])]",
+        tests=(TEXTS,),
+    ),
+    Fault(
+        name="an-adapter-acts-on-everybody",
+        stands_for="In a batch of several adapters all tokens are computed with all of them.",
+        file="engine/kvwatch_engine/model/lora.py",
+        old="            linear.add(x[tokens], y[tokens])\n",
+        new="            linear.add(x, y)\n",
+        tests=(TEXTS,),
+    ),
+    Fault(
+        name="a-whole-name-is-taken-for-an-end",
+        stands_for="`^` in a pattern of ranks is dropped: modules are meant that PEFT does not mean.",
+        file="engine/kvwatch_engine/model/lora_config.py",
+        old='    return module == key[1:] if key.startswith("^") else _ends_with(module, key)\n',
+        new='    return _ends_with(module, key.removeprefix("^"))\n',
+        tests=(f"{FILES}::test_patterns_mean_the_modules_that_they_mean_to_peft",),
     ),
 )

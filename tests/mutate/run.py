@@ -19,6 +19,7 @@ from mutate.fault import Fault, PatchError
 from mutate.faults_admin import ADMIN
 from mutate.faults_engine import ENGINE
 from mutate.faults_exporters import EXPORTERS
+from mutate.faults_groups import GROUPS
 from mutate.faults_images import IMAGES
 from mutate.faults_insight import INSIGHT
 from mutate.faults_isolation import ISOLATION
@@ -36,6 +37,7 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "admin": ADMIN,
     "engine": ENGINE,
     "exporters": EXPORTERS,
+    "groups": GROUPS,
     "images": IMAGES,
     "insight": INSIGHT,
     "isolation": ISOLATION,

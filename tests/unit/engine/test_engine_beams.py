@@ -95,6 +95,23 @@ def test_only_a_partial_block_is_copied_and_only_for_beams_that_leave_anothers_w
     assert core.manager.pool.num_used == 0
 
 
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_a_beam_stores_blocks_under_the_names_of_the_way_that_it_goes_now(block_size: int) -> None:
+    """Else whoever asks later for what it said before would be given K/V of something else."""
+    core = make_core(block_size=block_size, num_blocks=200)
+    core.add(search_request(), 0)
+    num_checked = 0
+    while core.has_work:
+        core.step()
+        for request in core.scheduler.lifecycle.requests():
+            for beam in request.active_sequences():
+                num_full = beam.num_computed // block_size
+                fresh = core.chain_of(request).upto(num_full, beam.tokens)
+                assert list(beam.chain.upto(num_full, beam.tokens)[:num_full]) == list(fresh)
+                num_checked += num_full
+    assert num_checked > 50
+
+
 def test_what_all_beams_have_in_common_is_computed_and_held_once() -> None:
     log = EventLog()
     recorder = Recorder(log)
