@@ -94,8 +94,8 @@ ADMIN = (
         name="loopback-is-trusted",
         stands_for="A change needs no token on loopback, which all containers of a pod share.",
         file="kvwatch/admin/access.py",
-        old="if self._is_loopback and request.method in SAFE_METHODS:",
-        new="if self._is_loopback:",
+        old="            if is_open and request.method in SAFE_METHODS:\n",
+        new="            if is_open:\n",
         tests=(ACCESS,),
     ),
     Fault(
@@ -142,8 +142,8 @@ ADMIN = (
         name="grpc-reads-openly",
         stands_for="Over gRPC, which listens on another address, anybody may look.",
         file="kvwatch/admin/grpc_service.py",
-        old="        if not sent:\n",
-        new="        if not sent and request.method != 'GET':\n",
+        old="        NEEDS_TOKEN: True,\n",
+        new="        NEEDS_TOKEN: method != 'GET',\n",
         tests=(GRPC,),
     ),
     Fault(

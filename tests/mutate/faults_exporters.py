@@ -71,8 +71,8 @@ EXPORTERS = (
         name="parent-of-the-run-before",
         stands_for="O46: a run that begins in the middle of a chain is told with the parent of the chain's beginning.",
         file="kvwatch/exporters/kv_events/translator.py",
-        old="            parent = key.content\n        return told",
-        new="        return told",
+        old='            parents = [event.parent or b"", *event.hashes[:-1]]\n',
+        new='            parents = [event.parent or b""] * len(event.hashes)\n',
         tests=(KV_EVENTS,),
     ),
     Fault(
