@@ -1,4 +1,4 @@
-"""Statistics for benchmarks that alternate two variants: the ratio of each pair, its median and its interval."""
+"""Statistics for benchmarks that alternate two variants: the ratio of each pair, its middle and its interval."""
 
 import math
 import random
@@ -6,12 +6,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 _RESAMPLES = 4000
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median with its 95 % interval."""
+    """A median, or what stands for it, with its 95 % interval."""
 
     median: float
     low: float
@@ -34,6 +36,26 @@ def estimate(values: Sequence[float]) -> Estimate:
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(_RESAMPLES))
     cut = int(0.025 * _RESAMPLES)
     return Estimate(statistics.median(values), medians[cut], medians[-cut - 1])
+
+
+def pseudomedian(values: Sequence[float]) -> Estimate:
+    """Return the median of the means of all pairs of `values` with a bootstrap interval (percentiles, fixed seed).
+
+    As robust against a few spoilt values as a benchmark needs, and nearly as narrow as the mean where there are none:
+    the median's interval is a quarter wider. Source: Hodges and Lehmann, "Estimates of location based on rank
+    tests", 1963.
+    """
+    given = np.asarray(values, dtype=float)
+    if len(given) < 2:
+        return Estimate(float(given[0]), math.nan, math.nan)
+    left, right = np.triu_indices(len(given))
+    rng = np.random.default_rng(0)
+    middles = sorted(
+        float(np.median((drawn[left] + drawn[right]) / 2))
+        for drawn in (rng.choice(given, len(given)) for _ in range(_RESAMPLES))
+    )
+    cut = int(0.025 * _RESAMPLES)
+    return Estimate(float(np.median((given[left] + given[right]) / 2)), middles[cut], middles[-cut - 1])
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
