@@ -1,9 +1,11 @@
 """Everything known of one engine: ledger, counters and the newest view; and when a view is published.
 
-A view shows the state at the end of a step. Views are at least `view_interval_seconds` apart, except that the end of
-the last running request is shown at once: an idle engine must not look busy until its next step. When an engine falls
-silent in the middle of a step (stuck, or aborted while idle), what its last events said is shown after `QUIET_NS`.
-Extremes of the last while are exact as of the view's time, and change by themselves when the window moves on.
+A view shows the state at the end of a step: of the newest one that is known, every `view_interval_seconds`. Whoever brings
+events may come at the same pace; then the first step of what he brings is as old as the last view, so it is not the one
+to show. The end of the last running request is shown at once: an idle engine must not look busy until its next step.
+When an engine falls silent in the middle of a step (stuck, or aborted while idle), what its last events said is shown
+after `QUIET_NS`. Extremes of the last while are exact as of the view's time, and change by themselves when the window
+moves on.
 """
 
 from collections import Counter, defaultdict
@@ -12,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from kvwatch.ledger.collector import BATCH
 from kvwatch.ledger.feeds import Labels
 from kvwatch.ledger.gauges import extremes, gauges
 from kvwatch.ledger.ledger import CHECKED_TIER, Ledger
@@ -34,6 +37,9 @@ from kvwatch.telemetry.snapshot import EngineSnapshot
 
 QUIET_NS = 250_000_000
 """An engine that has said nothing for so long, in ns, is not in the middle of anything that ends soon."""
+
+OVERDUE = 3
+"""Intervals without a view after which one is published although more is known: catching up takes long."""
 
 VIOLATION_LOG_NS = 60_000_000_000
 """At most one violation is logged in this time, in ns; all are counted."""
@@ -62,7 +68,8 @@ class Mirror:
 
         Args:
             clock: the clock of the log.
-            view_interval_seconds: least time between two views of a busy engine; 0 for one at every step.
+            view_interval_seconds: least time between two views of a busy engine, or a tenth less for those who come
+                at this pace and are early now and then; 0 for one at every step.
             series: allow-lists of labels and further bounds of histograms.
             window_seconds: length of the window of minima and maxima.
             foreign: for a foreign engine the metrics that its events can feed.
@@ -85,6 +92,8 @@ class Mirror:
         self._logged_ns: int | None = None
         self._stalled_since_ns: int | None = None
         self._is_at_step_boundary = True
+        self._newest_step_seq: int | None = None
+        """Number of the last `StepCompleted` of what is being applied; none while more is there."""
         self.ledger = Ledger()
         self._actions = self._make_actions()
         self.view = self._make_view(self._published_ns)
@@ -116,6 +125,7 @@ class Mirror:
         if not events:
             return
         self._batch = events
+        self._newest_step_seq = _newest_step_seq(events) if len(events) < BATCH else None
         actions = self._actions
         for event in events:
             for action in actions[type(event)]:
@@ -134,7 +144,7 @@ class Mirror:
             if any(self.view.time_ns < changes <= now for changes in self._changes_ns()):
                 self.publish(now)
             return
-        is_due = self._is_at_step_boundary and now - self._published_ns >= self._interval_ns
+        is_due = self._is_at_step_boundary and now - self._published_ns >= self._interval_ns * 9 // 10
         if is_due or not self.ledger.requests or now - self._applied_ns >= QUIET_NS:
             self.publish(now)
 
@@ -165,8 +175,9 @@ class Mirror:
         if self._stalled_since_ns is not None:
             self._stall_ns[()] += event.time_ns - self._stalled_since_ns
         self._stalled_since_ns = event.time_ns if event.waiting_for.get("blocks") else None
-        is_idle = not self.ledger.num_running
-        if is_idle or self._clock.monotonic_ns() - self._published_ns >= self._interval_ns:
+        is_newest = event.seq == self._newest_step_seq
+        wait_ns = self._interval_ns * 9 // 10 if is_newest else self._interval_ns * OVERDUE
+        if not self.ledger.num_running or self._clock.monotonic_ns() - self._published_ns >= wait_ns:
             self.publish()
 
     def _end_stall(self, event: RequestFinished) -> None:
@@ -228,3 +239,7 @@ class Mirror:
             counters=(*self._store.counters(), *seen),
             histograms=tuple(self._store.histograms()),
         )
+
+
+def _newest_step_seq(events: Sequence[Event]) -> int | None:
+    return next((event.seq for event in reversed(events) if type(event) is StepCompleted), None)

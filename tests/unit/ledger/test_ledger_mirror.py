@@ -5,6 +5,7 @@ import pytest
 import structlog
 from naive_engine import ManualClock, NaiveEngine
 
+from kvwatch.ledger.collector import BATCH
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.ledger.series import SeriesSettings
 from kvwatch.telemetry import metrics as m
@@ -29,13 +30,23 @@ class Stage:
 
     def step(self, seconds: float = 0.01) -> None:
         """One step of the engine that takes `seconds`."""
+        self.run_step(seconds)
+        self.follow()
+
+    def run_step(self, seconds: float) -> None:
+        """The same, not looked at yet."""
+        self.begin_step()
+        self.end_step(seconds)
+
+    def begin_step(self) -> None:
         self.engine.step_number += 1
         self.log.begin(self.engine.step_number)
         self.engine.write()
+
+    def end_step(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.log.begin(self.engine.step_number)
         self.engine.complete()
-        self.follow()
 
 
 def test_every_view_obeys_the_law_and_counts_what_the_engine_has() -> None:
@@ -155,6 +166,37 @@ def test_a_step_whose_view_was_held_back_is_shown_once_the_interval_is_over() ->
     stage.mirror.settle()
 
     assert stage.mirror.view.value(m.REQUESTS, "running") == 1
+
+
+@pytest.mark.parametrize("pace_seconds", [0.5, 0.499])
+def test_a_view_shows_the_newest_step_however_seldom_somebody_looks(pace_seconds: float) -> None:
+    """Looked at as often as views are due, the first new step is as old as the last view: it is not the one to show."""
+    stage = Stage(view_interval_seconds=0.5)
+    stage.engine.admit(stage.engine.queue(), 1)
+    stage.begin_step()
+    for _ in range(10):
+        for _ in range(5):
+            stage.end_step(pace_seconds / 5)
+            newest = stage.log.head - 1
+            stage.begin_step()
+
+        stage.follow()  # in the middle of a step
+        stage.mirror.settle()
+
+        assert stage.mirror.view.seq == newest
+
+
+def test_who_catches_up_for_long_is_shown_on_the_way() -> None:
+    stage = Stage(view_interval_seconds=0.5)
+    stage.engine.admit(stage.engine.queue(), 1)
+    for _ in range(BATCH):
+        stage.run_step(0.01)
+    shown = stage.mirror.view.seq
+
+    stage.mirror.apply(stage.cursor.read(BATCH))
+
+    assert stage.log.head > stage.mirror.ledger.next_seq
+    assert shown < stage.mirror.view.seq
 
 
 def test_nothing_new_publishes_no_new_view() -> None:
