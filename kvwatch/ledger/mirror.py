@@ -1,11 +1,11 @@
 """Everything known of one engine: ledger, counters and the newest view; and when a view is published.
 
-A view shows the state at the end of a step: of the newest one that is known, every `view_interval_seconds`. Whoever brings
-events may come at the same pace; then the first step of what he brings is as old as the last view, so it is not the one
-to show. The end of the last running request is shown at once: an idle engine must not look busy until its next step.
-When an engine falls silent in the middle of a step (stuck, or aborted while idle), what its last events said is shown
-after `QUIET_NS`. Extremes of the last while are exact as of the view's time, and change by themselves when the window
-moves on.
+A view shows the state at the end of a step: of the newest one that is known, every `view_interval_seconds`. Whoever
+brings events may come at the same pace; then the first step of what he brings is as old as the last view, so it is not
+the one to show. The end of the last running request is shown at once: an idle engine must not look busy until its next
+step. When an engine falls silent in the middle of a step (stuck, or aborted while idle), what its last events said is
+shown after `QUIET_NS`. Extremes of the last while are exact as of the view's time, and change by themselves when the
+window moves on.
 """
 
 from collections import Counter, defaultdict
@@ -175,9 +175,10 @@ class Mirror:
         if self._stalled_since_ns is not None:
             self._stall_ns[()] += event.time_ns - self._stalled_since_ns
         self._stalled_since_ns = event.time_ns if event.waiting_for.get("blocks") else None
+        is_idle = not self.ledger.num_running
         is_newest = event.seq == self._newest_step_seq
         wait_ns = self._interval_ns * 9 // 10 if is_newest else self._interval_ns * OVERDUE
-        if not self.ledger.num_running or self._clock.monotonic_ns() - self._published_ns >= wait_ns:
+        if is_idle or self._clock.monotonic_ns() - self._published_ns >= wait_ns:
             self.publish()
 
     def _end_stall(self, event: RequestFinished) -> None:

@@ -5,7 +5,7 @@
 - header.py     what a recording says of itself
 - writer.py     one recording file; the folder with its limits
 - sink.py       the recorder: rotating files, written by a thread of its own
-- ring.py       the flight recorder's file: a memory-mapped ring that outlives its process
+- ring.py       the flight recorder's file: a ring in the page cache, which outlives its process
 - triggers.py   what is worth writing the flight recorder out for
 - flight.py     the flight recorder: ring, triggers, dumps
 - part.py       both as a part of the observatory

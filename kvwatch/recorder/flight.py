@@ -126,7 +126,7 @@ class FlightRecorder:
     @property
     def wants_state(self) -> bool:
         """Whether the ring needs a state. Tries to make a ring if there is none."""
-        self._let_go_of_a_removed_ring()
+        self._let_go_of_a_spoiled_ring()
         ring = self._ring
         if ring is None:
             return self._now() >= self._retry_at and self.open()
@@ -137,17 +137,25 @@ class FlightRecorder:
         is_due = is_old or self._bytes_since_state >= ring.area_bytes // 4
         return is_due and age >= STATE_COST_RATIO * self._state_seconds
 
-    def _let_go_of_a_removed_ring(self) -> None:
-        """Notice now and then that somebody removed the ring's file: what goes there would outlive nothing."""
+    def _let_go_of_a_spoiled_ring(self) -> None:
+        """Notice now and then that somebody removed the ring's file or cut it: what goes there would be of no use."""
         now = self._now()
         if self._ring is None or now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
-        if self._ring.is_removed:
+        try:
+            if self._ring.is_removed:
+                self._let_go(FileNotFoundError(errno.ENOENT, "the file was removed"))
+            elif self._ring.is_spoiled:
+                self._let_go(OSError(errno.EIO, "somebody else cut the file short or wrote into it"))
+        except OSError as error:
+            self._let_go(error)
+
+    def _let_go(self, error: OSError) -> None:
+        if self._ring is not None:
             self._ring.close()
             self._ring = None
-            error = FileNotFoundError(errno.ENOENT, "the file was removed")
-            self._count_error("the flight recorder's ring is made anew; what it held is lost", error)
+        self._count_error("the flight recorder's ring is made anew; what it held is lost", error)
 
     def note_state_cost(self, seconds: float) -> None:
         """Be told how long it took to make the state that is put next."""
@@ -161,9 +169,9 @@ class FlightRecorder:
         span = state.span
         if ring.end_seq is not None and span.first_seq > ring.end_seq:
             gap = Span(ring.end_seq, span.first_seq, span.first_step, span.last_step, span.first_ns, span.last_ns)
-            ring.write(FrameKind.GAP, b"", gap)
+            self._write(ring, FrameKind.GAP, Chunk(b"", gap))
         self._state_at, self._bytes_since_state, self._needs_state = self._now(), 0, False
-        if not ring.write(FrameKind.STATE, state.raw, span):
+        if not self._write(ring, FrameKind.STATE, state) and self._ring is ring:
             ring.end_seq = span.end_seq
             self._count_error(
                 "the flight recorder's ring is too small for the engine's state: blocks cannot be rebuilt from it",
@@ -173,12 +181,23 @@ class FlightRecorder:
     def put_events(self, events: Chunk) -> None:
         """Take events."""
         ring = self._ring
-        written = ring.write(FrameKind.EVENTS, events.raw, events.span) if ring and not self._needs_state else 0
+        written = self._write(ring, FrameKind.EVENTS, events) if ring and not self._needs_state else 0
         if written:
             self._bytes_since_state += written
         else:
             self.num_dropped += events.span.num_events
             self._needs_state = True
+
+    def _write(self, ring: FlightRing, kind: FrameKind, chunk: Chunk) -> int:
+        """Write a frame; return its size, 0 when it is too large or the disk refused, which costs the ring."""
+        if ring is not self._ring:
+            return 0  # the disk has just refused
+        try:
+            return ring.write(kind, chunk.raw, chunk.span)
+        except OSError as error:
+            self._let_go(error)
+            self._retry_at = self._now() + RETRY_SECONDS
+            return 0
 
     # ------------------------------------------------------------ writing it out
 
@@ -199,7 +218,12 @@ class FlightRecorder:
             answer.set_exception(ExporterError(f"the flight recorder was just written out; wait {limit:g} s"))
         else:
             self._dumped_at[was_asked_for] = now
-            self._thread.put(partial(self._write_out, self._ring.image(), reason, answer))
+            try:
+                image = self._ring.image()
+            except OSError as error:
+                answer.set_exception(ExporterError(f"the flight recorder's ring cannot be read ({error})"))
+            else:
+                self._thread.put(partial(self._write_out, image, reason, answer))
 
     def _write_out(self, image: bytes, reason: str, answer: "Future[Path]") -> None:
         """Write a recording from a copy of the ring. The recorder's thread."""

@@ -1,4 +1,4 @@
-"""The flight recorder's file: a ring of frames in mapped memory, which stays when the process is killed.
+"""The flight recorder's file: a ring of frames in the kernel's page cache, which stays when the process is killed.
 
 Owns its layout, its recovery, and the names of rings. Does not know what frames mean.
 
@@ -11,11 +11,13 @@ reader looks for all that are whole and takes the longest unbroken sequence of n
 frame that was being written when the process died, and one that is half overwritten, do not have their checksum.
 
 What is in the ring outlives the process, not the machine: the kernel writes it to disk when it likes.
+
+Frames are put there by `pwrite`, not through a mapping of our own: whoever cut the file short, as a rotation of logs
+does, would have the next access to the mapping end the process (SIGBUS), and serving with it.
 """
 
 import contextlib
 import fcntl
-import mmap
 import os
 import re
 import struct
@@ -57,8 +59,8 @@ class FlightRing:
 
     Args:
         path: A file that does not exist yet; readable by its owner only.
-        num_bytes: Size of the area for frames. All of it is taken from the disk at once, so that no later write can
-            fail: that would end the process.
+        num_bytes: Size of the area for frames. All of it is taken from the disk at once: a disk that fills up later
+            does not end the recording.
         header: What the ring says of itself.
 
     Raises:
@@ -74,25 +76,28 @@ class FlightRing:
         self._position = 0
         self.end_seq: int | None = None
         """Number of the event that comes next; none before the first frame."""
-        size = self._area_offset + self.area_bytes
+        self._size = size = self._area_offset + self.area_bytes
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # says that the ring is in use
             os.posix_fallocate(fd, 0, size)
-            self._map = mmap.mmap(fd, size)
+            block = _SUPERBLOCK.pack(RING_MAGIC, self._area_offset, self.area_bytes, len(head))
+            block += _CHECKSUM.pack(zlib.crc32(block))
+            self._begin = block + bytes(_PAGE - len(block)) + head
+            _write_at(fd, self._begin, 0)
         except OSError:
             os.close(fd)
             path.unlink(missing_ok=True)
             raise
         self._fd = fd
-        self._map[_PAGE : _PAGE + len(head)] = head
-        block = _SUPERBLOCK.pack(RING_MAGIC, self._area_offset, self.area_bytes, len(head))
-        self._map[: len(block) + _CHECKSUM.size] = block + _CHECKSUM.pack(zlib.crc32(block))
 
     def write(self, kind: FrameKind, raw: bytes, span: Span) -> int:
         """Write a frame over the oldest ones; return its size, or 0 when it is too large for a ring of this size.
 
         What is larger than a third of the ring is too large: little would be left beside it.
+
+        Raises:
+            OSError: the disk refused; only after somebody else changed the file, or when the disk is broken.
         """
         number = self._packer.next_number
         try:
@@ -104,8 +109,7 @@ class FlightRing:
             return 0
         if self._position + len(frame) > self.area_bytes:
             self._position = 0
-        start = self._area_offset + self._position
-        self._map[start : start + len(frame)] = frame
+        _write_at(self._fd, frame, self._area_offset + self._position)
         self._position += -(-len(frame) // ALIGNMENT) * ALIGNMENT
         self.end_seq = span.end_seq
         return len(frame)
@@ -115,16 +119,36 @@ class FlightRing:
         """Whether the file has no name any more, so that nobody will find it."""
         return os.fstat(self._fd).st_nlink == 0
 
+    @property
+    def is_spoiled(self) -> bool:
+        """Whether somebody cut the file short, or wrote over its begin: nobody could read it.
+
+        Raises:
+            OSError: it cannot be looked at.
+        """
+        is_cut = os.fstat(self._fd).st_size < self._size
+        return is_cut or os.pread(self._fd, len(self._begin), 0) != self._begin
+
     def image(self) -> bytes:
-        """Return a copy of the whole file."""
-        return self._map[:]
+        """Return a copy of the whole file.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return os.pread(self._fd, self._size, 0)
 
     def close(self) -> None:
         """Leave the file as it is. Safe twice."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            self._map.close()
             os.close(fd)
+
+
+def _write_at(fd: int, content: bytes, offset: int) -> None:
+    rest = memoryview(content)
+    while rest:
+        num_written = os.pwrite(fd, rest, offset)
+        rest, offset = rest[num_written:], offset + num_written
 
 
 def is_ring(head: bytes) -> bool:

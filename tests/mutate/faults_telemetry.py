@@ -84,6 +84,14 @@ TELEMETRY = (
         tests=(f"{MIRROR}::test_the_end_of_the_last_running_request_is_shown_at_once",),
     ),
     Fault(
+        name="the-oldest-news-is-shown",
+        stands_for="O16: gauges of a busy engine are a second old: the first of the new steps is shown, not the last.",
+        file="kvwatch/ledger/mirror.py",
+        old="        is_newest = event.seq == self._newest_step_seq\n",
+        new="        is_newest = True\n",
+        tests=(f"{MIRROR}::test_a_view_shows_the_newest_step_however_seldom_somebody_looks",),
+    ),
+    Fault(
         name="aborts-while-idle-are-not-shown",
         stands_for="O16: a request that is aborted between two steps stays on the gauges until the next step.",
         file="kvwatch/ledger/mirror.py",

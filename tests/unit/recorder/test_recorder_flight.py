@@ -1,6 +1,7 @@
 """The flight recorder: what it holds, when it is written out, what it costs."""
 
 import itertools
+import os
 import shutil
 import time
 import tracemalloc
@@ -360,6 +361,25 @@ def test_a_ring_that_was_removed_is_made_anew_and_says_so(tmp_path: Path, monkey
     with Recording(path) as recording:  # what a kill would leave
         assert ledger_at(recording).differences(stage.core.snapshot()) == []
     assert next(s.value for s in stage.part.samples() if s.metric is m.TELEMETRY_ERRORS) == 1
+    stage.close()
+
+
+@pytest.mark.parametrize("size", [0, 100, 5000, 50_000])
+def test_a_ring_that_was_cut_short_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(flight_module, "LOOK_SECONDS", 0.0)
+    stage = flight_stage(tmp_path)
+    stage.run(20)
+    spoiled = stage.part.ring_path
+    assert spoiled is not None
+    os.truncate(spoiled, size)
+    stage.run(20)
+
+    path = stage.part.ring_path
+    assert path is not None
+    assert path != spoiled
+    with Recording(path) as recording:
+        assert ledger_at(recording).differences(stage.core.snapshot()) == []
+    assert asked(stage, "admin").result(timeout=30).exists()
     stage.close()
 
 

@@ -1,5 +1,6 @@
 """The flight recorder's ring: what a killed process leaves behind is whole frames, the newest ones, in order."""
 
+import os
 import random
 from pathlib import Path
 
@@ -99,6 +100,26 @@ def test_the_whole_ring_is_taken_from_the_disk_at_once(tmp_path: Path) -> None:
 
     assert found.st_blocks * 512 >= 2**20
     assert found.st_size < 2**20 + 64 * 1024
+
+
+@pytest.mark.parametrize("size", [0, 100, 4096, 5000, 30_000])
+def test_a_file_that_is_cut_while_in_use_does_not_end_the_process(tmp_path: Path, size: int) -> None:
+    """A rotation of logs copies and truncates; the next access to a mapped file would then be a SIGBUS."""
+    chance = random.Random(1)
+    ring = make_ring(tmp_path)
+    for number in range(40):
+        write(ring, number, chance)
+    was_spoiled = ring.is_spoiled
+
+    os.truncate(ring.path, size)
+
+    assert (was_spoiled, ring.is_spoiled) == (False, True)
+    assert len(ring.image()) == size
+    for number in range(40, 120):  # several rounds: to the end of what is gone
+        write(ring, number, chance)
+    if size < 4096:
+        assert ring.is_spoiled, "there is no header"
+    ring.close()
 
 
 @pytest.mark.parametrize("cut", [0, 10, 4095, 4096, 5000])
