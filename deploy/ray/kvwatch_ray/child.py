@@ -7,9 +7,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 START_SECONDS = 900.0
 """A model may have to be downloaded and converted first."""
+
+TIED = Path(__file__).with_name("tied.py")
+"""Run by its path: a replica may have found this package by something that a child does not inherit."""
 
 OWN_FLAGS = (
     "--host", "127.0.0.1", "--port", "0", "--metrics-listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0",
@@ -79,7 +83,7 @@ class EngineProcess:
     def _run(self, words: Sequence[str]) -> None:
         try:
             self._process = subprocess.Popen(  # noqa: S603 - the operator's own command
-                [sys.executable, "-m", "kvwatch_ray.tied", *words],
+                [sys.executable, str(TIED), *words],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

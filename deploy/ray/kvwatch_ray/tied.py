@@ -1,4 +1,4 @@
-"""`python -m kvwatch_ray.tied COMMAND ...`: become that command, and end with whoever started it, however that ends."""
+"""`python tied.py COMMAND ...`: become that command, and end with whoever started it, however that ends."""
 
 import ctypes
 import os
