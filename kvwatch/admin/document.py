@@ -15,7 +15,7 @@ async def get_document(call: Call[NoQuery, None]) -> Response:
 
 OPERATIONS = (
     Operation(
-        method="GET", path="/openapi.json", name="getDocument", brief="This document.", tag="read", answer=None,
-        handler=get_document, is_described=False,
+        method="GET", path="/openapi.json", name="getDocument", brief="The OpenAPI document of this API.", tag="read",
+        answer=None, handler=get_document, is_described=False,
     ),
 )  # fmt: skip

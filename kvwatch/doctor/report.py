@@ -43,7 +43,7 @@ def shown(evidence: Evidence) -> str:
 def _unjudged(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.unjudged:
         told = ", ".join(f"{each.rule} (no {each.missing})" for each in diagnosis.unjudged)
-        yield from _indented(f"not judged, since this source does not tell it: {told}", "  ")
+        yield from _indented(f"not judged, for want of figures at both looks: {told}", "  ")
 
 
 def _indented(text: str, margin: str) -> list[str]:

@@ -144,7 +144,7 @@ KV_BLOCK_COPIES = _counter(
     action="Expected; large only with many parallel samples, or with beams.",
 )  # fmt: skip
 KV_ALLOCATION_FAILURES = _counter(
-    "kv_allocation_failures", "Times a sequence asked for blocks and the pool had too few.", "1", ("reason",),
+    "kv_allocation_failures", "Times a sequence asked for blocks and the pool had too few; the head of the queue asks in each step.", "1", ("reason",),
     moves="Before each preemption and whenever an admission waits for blocks.", action="The pool is too small for the load.",
 )  # fmt: skip
 KV_STALL_SECONDS = _counter(

@@ -63,6 +63,7 @@ def test_everything_runs_knows_each_other_and_ends_with_one_ctrl_c(tmp_path: Pat
         assert [each["url"] for each in managers["activeAlertmanagers"]] == [f"{said['Alertmanager']}/api/v2/alerts"]
         assert httpx.get(f"{said['Alertmanager']}/api/v2/status", timeout=30).status_code == 200
         assert httpx.get(f"{said['admin API']}/pool", timeout=30).status_code == 200
+        assert is_listened_to(f"grpc://{said['event stream']}")
 
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=90)

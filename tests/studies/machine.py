@@ -31,4 +31,9 @@ def conditions() -> str:
 
 def measured(num_rounds: int, machine: str) -> str:
     """Return what stands under a table that was measured in so many rounds."""
-    return f"{num_rounds} alternating rounds: median (lowest to highest). {machine}"
+    rounds = (
+        "One round, so no spread."
+        if num_rounds == 1
+        else f"{num_rounds} alternating rounds: median (lowest to highest)."
+    )
+    return f"{rounds} {machine}"

@@ -102,6 +102,7 @@ def _addresses(ready: dict[str, str], prometheus: Server, alertmanager: Server) 
         "API": ready["api"],
         "metrics": ready["metrics"],
         "admin API": ready["admin"],
+        "event stream": ready["grpc"],
         "Prometheus": prometheus.url,
         "alerts": f"{prometheus.url}/alerts",
         "Alertmanager": alertmanager.url,

@@ -122,7 +122,7 @@ def check_prompt_length(num_tokens: int, max_model_len: int, param: str) -> None
 def too_long(what: str, max_model_len: int, param: str) -> RequestInvalid:
     """Return the error for a prompt, or a prompt and answer, that cannot fit."""
     return RequestInvalid(
-        f"{what}, but this server's maximum context length is {max_model_len} tokens, prompt and answer together; "
+        f"{what}; this server's maximum context length is {max_model_len} tokens, prompt and answer together; "
         "shorten the prompt or ask for fewer tokens",
         param=param,
         code="context_length_exceeded",
@@ -138,13 +138,17 @@ def _max_tokens(
     room = bounds.max_new_tokens(num_prompt_tokens, num_sequences)
     what, param = ("beams", "beam_width") if request.use_beam_search else ("choices", "n")
     has_many = num_sequences > 1
-    prompt = f"a prompt of {num_prompt_tokens} tokens" + (f" and {num_sequences} {what}" if has_many else "")
+    # A prompt that is not tokenised yet counts as the shortest one, which must not be told as what was sent.
+    prompt = "the shortest prompt" if num_prompt_tokens == 1 else f"a prompt of {num_prompt_tokens} tokens"
+    prompt += f" and {num_sequences} {what}" if has_many else ""
     if room < 1:
-        raise too_long(f"{prompt} leave no room for an answer", bounds.max_model_len, param if has_many else name)
+        raise too_long(
+            f"with {prompt} there is no room for an answer", bounds.max_model_len, param if has_many else name
+        )
     if asked is None:
         return room if isinstance(request, ChatRequest) else min(room, COMPLETION_MAX_TOKENS)
     if asked > room:
-        raise too_long(f"{name} is {_show(asked)}, with {prompt} at most {room} fit", bounds.max_model_len, name)
+        raise too_long(f"{name} is {_show(asked)}, and with {prompt} at most {room} fit", bounds.max_model_len, name)
     return asked
 
 

@@ -43,7 +43,7 @@ _SEVERITIES = {
     logging.ERROR: SeverityNumber.ERROR,
     logging.CRITICAL: SeverityNumber.FATAL,
 }
-_NOT_FIELDS = frozenset({"event", "timestamp", "level", "exc_info", "trace_id"})
+_NOT_FIELDS = frozenset({"event", "timestamp", "level", "logger", "exc_info", "trace_id"})
 
 
 class LogEncoder:

@@ -46,7 +46,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Unjudged(msgspec.Struct, frozen=True):
-    """A rule that had to stay silent: the source does not tell what it looks at."""
+    """A rule that had to stay silent: what it looks at was not told at both looks, or began anew between them."""
 
     rule: str
     missing: str

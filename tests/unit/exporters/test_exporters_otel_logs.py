@@ -66,7 +66,6 @@ def test_a_line_of_a_request_carries_its_trace_and_its_fields(shipped: list[Read
         "seconds": 0.5,
         "is_stream": True,
         "finish": "['stop']",
-        "logger": "kvwatch.server",
         "kvwatch.logger": "kvwatch.server",
     }
 

@@ -375,10 +375,15 @@ def test_max_tokens_and_max_completion_tokens_may_not_disagree() -> None:
 
 
 def test_an_answer_that_cannot_fit_is_refused_with_openais_code() -> None:
-    with pytest.raises(RequestInvalid, match=r"at most 118 fit.*128 tokens") as caught:
+    with pytest.raises(RequestInvalid, match=r"with a prompt of 10 tokens at most 118 fit.*128 tokens") as caught:
         parse_chat(chat_body(max_tokens=119))
 
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_prompt_that_was_not_tokenised_yet_is_not_told_to_have_one_token() -> None:
+    with pytest.raises(RequestInvalid, match=r"with the shortest prompt at most 127 fit"):
+        sampling_params(decode_body(chat_body(max_tokens=500), ChatRequest), 1, bounds())
 
 
 @pytest.mark.parametrize(
