@@ -130,6 +130,8 @@ class RecorderPart:
             )  # fmt: skip
             self._flight = FlightRecorder(flight, headers, dumps, self._thread)
         self._follower = RecordingFollower(self._files, self._flight, mirror, settings, take_state)
+        self._follower.caught_up = self._note_caught_up
+        self._has_caught_up = False
         self._asked: deque[tuple[str, Future[Path]]] = deque()
         self._num_violations = 0
 
@@ -190,10 +192,19 @@ class RecorderPart:
         return done.wait(timeout_seconds)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Look for what asks for a dump, until `stop` is set."""
+        """Look for what asks for a dump, until `stop` is set, if the log cannot be followed.
+
+        Else that is done when all events are recorded: a dump made before would lack what it was asked for.
+        """
         while not stop.is_set():
-            self.poll()
+            if not self._has_caught_up:
+                self.poll()
+            self._has_caught_up = False
             await next_tick()
+
+    def _note_caught_up(self) -> None:
+        self._has_caught_up = True
+        self.poll()
 
     def poll(self) -> None:
         """Do what was asked for, and look whether ledger and engine still agree."""
@@ -234,6 +245,8 @@ class RecordingFollower:
         self._mirror = mirror
         self._encoder = EventEncoder(keep_token_ids=settings.keep_token_ids)
         self._triggers = Triggers(settings.slow_step_seconds, settings.burst)
+        self.caught_up: Callable[[], None] = lambda: None
+        """Called whenever everything that is known is recorded."""
         self._next_seq: int | None = None
         """Number of the next event to record; none before the first state."""
         self._pending: EngineSnapshot | None = None
@@ -268,6 +281,7 @@ class RecordingFollower:
         self._take_state()
         if self._pending is not None and self._pending.seq == self._next_seq:
             self._put_state(self._pending)
+        self.caught_up()
 
     def publish(self) -> None:
         """Nothing more will come; `RecorderPart.close` finishes the files."""

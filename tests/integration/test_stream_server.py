@@ -21,6 +21,7 @@ from openai_server import wait_until
 from stream_stage import LedgerMirror, StreamStage, bounded, connected, stream_stage, wait_for
 
 from kvwatch.errors import ExporterError
+from kvwatch.ledger.pace import POLL_SECONDS
 from kvwatch.stream.access import StreamOptions
 from kvwatch.stream.client import EventBatch, Interrupted, TelemetryClient, follow
 from kvwatch.stream.codec import StreamError
@@ -290,7 +291,7 @@ def fill_connection(stage: StreamStage) -> None:
         lag_before = stage.lag
         for _ in range(100):
             stage.engine.emit(RequestRejected(request="x" * 10_000, reason="invalid"))
-        time.sleep(0.3)
+        time.sleep(1.2 * POLL_SECONDS)  # it has been looked at
 
 
 def test_stopping_is_bounded_although_a_subscriber_does_not_read() -> None:

@@ -188,6 +188,22 @@ def test_what_is_asked_for_too_often_is_refused_and_says_so(tmp_path: Path) -> N
     assert len(dumps(tmp_path)) == 1
 
 
+def test_a_dump_holds_what_happened_until_it_was_asked_for(tmp_path: Path) -> None:
+    """The log is looked at twice a second: a dump made before it was would lack half a second."""
+    stage = flight_stage(tmp_path)
+    stage.run(20)
+    for _ in range(10):
+        stage.submit()
+        stage.core.step()
+    answer = stage.part.trigger("admin")
+
+    stage.drain()
+
+    with Recording(answer.result(timeout=30)) as recording:
+        assert ledger_at(recording).differences(stage.core.snapshot()) == []
+    stage.close()
+
+
 def test_without_a_flight_recorder_a_trigger_says_how_to_get_one(tmp_path: Path) -> None:
     stage = RecordingStage(recorder_settings(tmp_path))
 
