@@ -175,8 +175,8 @@ class Mirror:
         if self._stalled_since_ns is not None:
             self._stall_ns[()] += event.time_ns - self._stalled_since_ns
         self._stalled_since_ns = event.time_ns if event.waiting_for.get("blocks") else None
-        is_idle = not self.ledger.num_running
         is_newest = event.seq == self._newest_step_seq
+        is_idle = is_newest and not self.ledger.num_running  # a pause that is over already must not hide what followed
         wait_ns = self._interval_ns * 9 // 10 if is_newest else self._interval_ns * OVERDUE
         if is_idle or self._clock.monotonic_ns() - self._published_ns >= wait_ns:
             self.publish()

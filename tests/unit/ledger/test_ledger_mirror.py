@@ -127,6 +127,22 @@ def test_the_end_of_the_last_running_request_is_shown_at_once() -> None:
     assert stage.mirror.view.value(m.KV_BLOCKS, "device", "0", "used") == 0
 
 
+def test_a_pause_that_is_over_already_does_not_hide_what_followed() -> None:
+    """A quick engine is idle for a step now and then; shown each time, the page said that nothing ever ran."""
+    stage = Stage(view_interval_seconds=0.5)
+    for _ in range(5):
+        stage.run_step(0.25)
+        request_id = stage.engine.queue()
+        stage.engine.admit(request_id, 2)
+        stage.run_step(0.25)
+
+        stage.follow()
+        stage.mirror.settle()
+
+        assert stage.mirror.view.value(m.REQUESTS, "running") == 1
+        stage.engine.finish(request_id)
+
+
 def test_a_request_that_ends_while_no_step_runs_is_shown_when_the_log_is_drained() -> None:
     stage = Stage(view_interval_seconds=3600)
     stage.engine.admit(stage.engine.queue(), 2)
