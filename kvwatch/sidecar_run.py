@@ -23,6 +23,7 @@ from kvwatch.errors import ConfigError
 from kvwatch.exporters.exemplars import ExemplarStore
 from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.insight.diagnosis import DiagnosisReport, EngineDiagnosis, Observation, Reading, diagnose
+from kvwatch.ledger.pace import BESIDE_SECONDS
 from kvwatch.ledger.view import Sample
 from kvwatch.observatory.desk import DiagnosisDesk
 from kvwatch.observatory.fleet import Fleet, LabelledSample
@@ -148,6 +149,7 @@ class Sidecar:
             rank.control,
             identity,
             WatchOptions(
+                period_seconds=BESIDE_SECONDS,
                 parts=[desk, *self._make_parts(subject, rank, epoch, exemplars, lambda: watch)],
                 series=self._plan.series,
                 exemplars=exemplars,
@@ -271,7 +273,7 @@ def _make_stream(
     from kvwatch.stream.engines import StreamedEngines
     from kvwatch.stream.server import TelemetryServer
 
-    engines = StreamedEngines()
+    engines = StreamedEngines(BESIDE_SECONDS)
     services = () if admin is None else (admin.grpc_service(),)
     return engines, TelemetryServer(plan.stream, engines, always, always, services)
 

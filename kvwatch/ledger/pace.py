@@ -13,6 +13,11 @@ Each wake-up finds the processor's caches full of the model's weights: it costs 
 there are. The metrics page is rendered once a second; a reader of the stream sees events within half a second."""
 
 
+BESIDE_SECONDS = 0.1
+"""The same in a process of its own, which takes the processor from no engine: a replay brings a hundred thousand events
+a second, and the log must hold what comes between two looks."""
+
+
 async def next_tick(period_seconds: float = POLL_SECONDS) -> None:
     """Sleep until the clock of the running loop is the next multiple of `period_seconds`."""
     loop = asyncio.get_running_loop()

@@ -18,6 +18,7 @@ from kvwatch.exporters.prometheus.families import Family, SampleSource, ViewColl
 from kvwatch.exporters.prometheus.gateway import gateway_samples
 from kvwatch.ledger.collector import Collector
 from kvwatch.ledger.mirror import Mirror
+from kvwatch.ledger.pace import POLL_SECONDS
 from kvwatch.ledger.series import SeriesSettings
 from kvwatch.ledger.view import HistogramSample, Sample, View
 from kvwatch.observatory.part import Part
@@ -45,6 +46,8 @@ class WatchOptions:
     exemplars: ExemplarStore | None = None
     has_vllm_aliases: bool = False
     view_interval_seconds: float = 0.5
+    period_seconds: float = POLL_SECONDS
+    """How often its log is looked at; parts that want it oftener get it oftener."""
     feeds: frozenset[Metric] | None = None
     """For a foreign engine the metrics that its events can feed; the others are absent."""
     samples: Callable[[], Iterable[Sample | HistogramSample]] = tuple
@@ -138,9 +141,12 @@ class Watch:
         """Subscribe all followers to the log."""
         parts = self._options.parts
         take = self.control.snapshot
-        self.collectors.append(Collector(self.log, take, self.mirror))
+        period = self._options.period_seconds
+        self.collectors.append(Collector(self.log, take, self.mirror, period_seconds=period))
         self.collectors += [
-            Collector(self.log, take, part.follower, part.name, part.period_seconds) for part in parts if part.follower
+            Collector(self.log, take, part.follower, part.name, min(part.period_seconds, period))
+            for part in parts
+            if part.follower
         ]
 
     def tasks(self, stop: asyncio.Event) -> list[Coroutine[Any, Any, None]]:

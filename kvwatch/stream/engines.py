@@ -6,7 +6,7 @@ An engine's own process has one, and callers need not name it. A sidecar may hav
 import asyncio
 from collections.abc import Callable, Mapping
 
-from kvwatch.ledger.pace import next_tick
+from kvwatch.ledger.pace import POLL_SECONDS, next_tick
 from kvwatch.stream.codec import StreamError, StructCodec
 from kvwatch.stream.contract import Update
 from kvwatch.stream.snapshots import Snapshots
@@ -22,9 +22,14 @@ MAX_NAMES = 8
 
 
 class StreamedEngines:
-    """Engines by name and rank. Observatory's loop only, except that the first may be added before it runs."""
+    """Engines by name and rank. Observatory's loop only, except that the first may be added before it runs.
 
-    def __init__(self) -> None:
+    Args:
+        period_seconds: How often their logs are looked at.
+    """
+
+    def __init__(self, period_seconds: float = POLL_SECONDS) -> None:
+        self._period_seconds = period_seconds
         self._sources: dict[Rank, Source] = {}
         self._updates = StructCodec(Update)
 
@@ -76,7 +81,7 @@ class StreamedEngines:
     async def run(self, stop: asyncio.Event) -> None:
         """Look at all logs until `stop` is set, then wake everybody who waits for events."""
         while not stop.is_set():
-            await next_tick()
+            await next_tick(self._period_seconds)
             for source in self._sources.values():
                 source.news.look()
         for source in self._sources.values():
