@@ -43,9 +43,10 @@ from kvwatch.bench.target import Target
 from kvwatch.bench.trace import TraceRequests, read_trace
 from kvwatch.bench.values import report_values
 
-SETTLE_SECONDS = 1.6
-"""A page of metrics shows what happened so long ago: it is renewed once a second, and kvwatch waits up to 0.4 s before
-it shows what an engine did that does not compute any more, such as the end of a request whose client hung up."""
+SETTLE_SECONDS = 2.2
+"""A page of metrics shows what happened so long ago: it is renewed once a second, and kvwatch looks at its log twice a
+second; what an engine did that does not compute any more, such as the end of a request whose client hung up, it shows
+one look later."""
 PRESSURE_FACTOR = 1.5
 """`pressure` requests, one for each client, would fill the pool so many times."""
 
