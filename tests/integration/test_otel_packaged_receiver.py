@@ -19,8 +19,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 PARENT = "b7ad6b7169203331"
 NUM_REQUESTS = 30
-# A bucket keeps its latest exemplar. A request of ten times the steps shares no bucket with the fastest of the shorter ones,
-# whatever the machine does.
+# A bucket keeps its latest exemplar. A request of ten times the steps shares no bucket with the fastest of the shorter
+# ones, whatever the machine does.
 LENGTHS = (2, 20, 200)
 
 
