@@ -24,7 +24,10 @@ class ObservatorySettings(msgspec.Struct, frozen=True, kw_only=True):
     slo_e2e: Annotated[str | None, setting("Bounds added to end_to_end_seconds, as 3,8.")] = None
     grpc_listen: Annotated[str, setting("HOST:PORT of the gRPC event stream; `off` for none.")] = "127.0.0.1:9402"
     grpc_token_file: Annotated[
-        str | None, setting("File with a token on each line for the event stream; needed off loopback.")
+        str | None,
+        setting(
+            "File with a token on each line for the event stream, read again when it changes; needed off loopback."
+        ),
     ] = None
     grpc_cert: Annotated[str | None, setting("PEM certificate chain of the event stream.")] = None
     grpc_key: Annotated[str | None, setting("PEM key of the event stream.")] = None

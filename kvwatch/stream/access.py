@@ -3,12 +3,15 @@
 Without a token only loopback is listened on. Tokens and certificates are files, so that neither is on a command line.
 """
 
+import asyncio
+import contextlib
 import errno
 import hmac
 import ipaddress
 import socket
 import ssl
 import stat
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import grpc
@@ -109,11 +112,63 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC has 
         """Let the call through, or answer it with a refusal."""
         details: grpc.HandlerCallDetails = handler_call_details
         if not details.method.startswith(self._open):
-            sent = [value for key, value in details.invocation_metadata if key == AUTHORIZATION]
-            token = sent[0] if len(sent) == 1 and isinstance(sent[0], str) else ""
-            if not token.startswith(BEARER) or not self._tokens.accepts(token.removeprefix(BEARER)):
+            token = _sent_token(details.invocation_metadata)
+            if token is None or not self._tokens.accepts(token):
                 return self._refusal
         return await continuation(details)  # type: ignore[operator]
+
+
+class Permits:
+    """The calls that run for long, by the token that let each in. The server's loop only.
+
+    Args:
+        tokens: Those that are accepted; none if everybody is let in.
+    """
+
+    def __init__(self, tokens: Tokens | None) -> None:
+        self._tokens = tokens
+        self._running: dict[asyncio.Timeout, str] = {}
+
+    @contextlib.asynccontextmanager
+    async def hold(self, metadata: Iterable[tuple[str, str | bytes]]) -> AsyncIterator[None]:
+        """Run a call for as long as the token in its metadata is accepted.
+
+        Raises:
+            RevokedError: it no longer is; the call was cancelled wherever it waited.
+        """
+        try:
+            async with asyncio.timeout(None) as permit:
+                self._running[permit] = _sent_token(metadata) or ""
+                try:
+                    yield
+                finally:
+                    self._running.pop(permit, None)
+        except TimeoutError:
+            if not permit.expired():
+                raise
+            message = "the token that this call began with is no longer accepted; call again with one that is"
+            raise RevokedError(message) from None
+
+    def end_revoked(self) -> None:
+        """End the calls whose token has been taken out of the file. Called now and then, not for each message."""
+        if self._tokens is None:
+            return
+        for permit, token in list(self._running.items()):
+            if not self._tokens.accepts(token):
+                del self._running[permit]
+                permit.reschedule(asyncio.get_running_loop().time())
+
+
+class RevokedError(Exception):
+    """The token that let a call in is accepted no more."""
+
+
+def _sent_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """Return the token in a call's metadata; none if there is not exactly one."""
+    sent = [value for key, value in metadata if key == AUTHORIZATION]
+    if len(sent) != 1 or not isinstance(sent[0], str) or not sent[0].startswith(BEARER):
+        return None
+    return sent[0].removeprefix(BEARER)
 
 
 async def _refuse(_requests: object, context: grpc.aio.ServicerContext) -> None:

@@ -5,6 +5,7 @@ engine, except that a snapshot may be taken between two steps, a few times a sec
 """
 
 import asyncio
+import contextlib
 import secrets
 import socket
 import threading
@@ -25,7 +26,16 @@ from kvwatch.errors import ControlError, ExporterError
 from kvwatch.ledger.collector import Follower
 from kvwatch.ledger.pace import POLL_SECONDS
 from kvwatch.ledger.view import Sample
-from kvwatch.stream.access import LISTEN_SETTING, StreamOptions, TokenGuard, Tokens, make_credentials, reserve
+from kvwatch.stream.access import (
+    LISTEN_SETTING,
+    Permits,
+    RevokedError,
+    StreamOptions,
+    TokenGuard,
+    Tokens,
+    make_credentials,
+    reserve,
+)
 from kvwatch.stream.codec import StreamError, StructCodec
 from kvwatch.stream.contract import (
     SERVICE,
@@ -138,6 +148,7 @@ class TelemetryServer:
         self._services = services
         self._reserved: socket.socket | None = None
         self._tokens: Tokens | None = None
+        self._permits = Permits(None)
         self._credentials: grpc.ServerCredentials | None = None
         self._subscribers = _Subscribers()
         self._num_errors = 0
@@ -162,6 +173,7 @@ class TelemetryServer:
             ExporterError: the address cannot be bound.
         """
         self._tokens = None if self._options.token_file is None else Tokens(self._options.token_file)
+        self._permits = Permits(self._tokens)
         self._credentials = make_credentials(self._options)
         self._reserved = reserve(self._options)
         self.address = self._reserved.getsockname()[:2]
@@ -185,7 +197,7 @@ class TelemetryServer:
         await server.start()
         self.is_serving.set()
         try:
-            await asyncio.gather(self._engines.run(stop), self._tell_health(health, stop))
+            await asyncio.gather(self._engines.run(stop), self._supervise(health, stop))
         finally:
             await server.stop(STOP_SECONDS)
 
@@ -247,17 +259,24 @@ class TelemetryServer:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             return
         self._subscribers = self._subscribers.joined_by(subscription)
+        code, why = grpc.StatusCode.UNAVAILABLE, "this engine's telemetry has ended; connect again later"
         try:
-            await subscription.run()
+            async with self._permits.hold(context.invocation_metadata() or ()):
+                await subscription.run()
+        except RevokedError as error:
+            logger.info("a subscription has ended since its token is no longer accepted")
+            code, why = grpc.StatusCode.UNAUTHENTICATED, str(error)
         except Exception as error:
-            if not context.done():  # else it has gone, and that is no error
-                self._num_errors += 1
-                logger.warning("a subscription failed, the subscriber may come again", error=repr(error))
-                await context.abort(grpc.StatusCode.INTERNAL, "the subscription failed; subscribe again")
+            if context.done():  # it has gone, and that is no error
+                return
+            self._num_errors += 1
+            logger.warning("a subscription failed, the subscriber may come again", error=repr(error))
+            code, why = grpc.StatusCode.INTERNAL, "the subscription failed; subscribe again"
         finally:
             subscription.close()
             self._subscribers = self._subscribers.left_by(subscription)
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "this engine's telemetry has ended; connect again later")
+        with contextlib.suppress(grpc.aio.InternalError):  # the server ended before the peer took it
+            await context.abort(code, why)
 
     async def _snapshot(self, request: bytes, context: Any) -> None:
         try:
@@ -274,9 +293,11 @@ class TelemetryServer:
         async for part in numbered_parts(snapshot, source.epoch):
             await context.write(part)
 
-    async def _tell_health(self, health: Any, stop: asyncio.Event) -> None:
+    async def _supervise(self, health: Any, stop: asyncio.Event) -> None:
+        """Once a second, end the subscriptions whose token was taken away, and tell health."""
         known = health_pb2.HealthCheckResponse
         while not stop.is_set():
+            self._permits.end_revoked()
             is_alive, is_ready = self._is_alive(), self._is_ready()
             for name, is_well in (("", is_alive), (SERVICE.full_name, is_alive), (READY, is_ready)):
                 await health.set(name, known.SERVING if is_well else known.NOT_SERVING)

@@ -372,6 +372,41 @@ def test_with_a_token_file_only_those_who_send_a_token_of_it_get_anything(tmp_pa
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+def test_a_subscription_ends_when_its_token_is_taken_out_of_the_file_and_the_others_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("alpha\nbeta\n", encoding="utf-8")
+    with stream_stage(options=StreamOptions(listen="127.0.0.1:0", token_file=str(path))) as stage:
+        alpha, beta = (TelemetryClient(stage.address, token=token) for token in ("alpha", "beta"))
+        with alpha, beta:
+            ending, staying = alpha.subscribe(is_resuming=True), beta.subscribe(is_resuming=True)
+            wait_for(ending, Started)
+            wait_for(staying, Started)
+
+            path.write_text("beta\n", encoding="utf-8")
+
+            with pytest.raises(StreamError, match=r"no longer accepted.*UNAUTHENTICATED"):
+                wait_for(ending, Gap)
+            wait_until(lambda: stage.server.num_subscribers == 1)
+            stage.step()
+            assert wait_for(staying, EventBatch).events, "who has a token of the file yet is not disturbed"
+
+
+def test_a_subscriber_that_reads_nothing_loses_its_place_with_its_token(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("alpha\nbeta\n", encoding="utf-8")
+    options = StreamOptions(listen="127.0.0.1:0", token_file=str(path))
+    with stream_stage(options=options) as stage, TelemetryClient(stage.address, token="alpha") as client:
+        stream = client.subscribe()
+        wait_for(stream, Started)
+        fill_connection(stage)
+
+        path.write_text("beta\n", encoding="utf-8")
+
+        wait_until(lambda: stage.server.num_subscribers == 0)
+        with pytest.raises(StreamError, match="UNAUTHENTICATED"):
+            list(bounded(stream))
+
+
 def test_with_a_certificate_the_stream_is_encrypted_and_plain_callers_get_nothing(tmp_path: Path) -> None:
     certificate, key = tmp_path / "a.crt", tmp_path / "a.key"
     command = [

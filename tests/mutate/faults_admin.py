@@ -8,6 +8,7 @@ CHANGES = "tests/unit/admin/test_admin_changes.py"
 GRPC = "tests/unit/admin/test_admin_grpc.py"
 READING = "tests/unit/admin/test_admin_reading.py"
 SIDECAR = "tests/integration/test_admin_sidecar.py"
+SUBSCRIBERS = "tests/integration/test_stream_server.py"
 
 ADMIN = (
     Fault(
@@ -17,6 +18,14 @@ ADMIN = (
         old="        return not self._is_still_allowed()\n",
         new="        return False\n",
         tests=(READING,),
+    ),
+    Fault(
+        name="subscription-outlives-its-token",
+        stands_for="A token is asked for at the door only: whose token was taken away follows all requests for weeks.",
+        file="kvwatch/stream/access.py",
+        old="            if not self._tokens.accepts(token):\n                del",
+        new="            if not token:\n                del",
+        tests=(SUBSCRIBERS,),
     ),
     Fault(
         name="stream-with-fewer-roles",
