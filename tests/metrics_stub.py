@@ -7,11 +7,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @contextmanager
-def one_page(text: str, path: str = "/metrics") -> Iterator[str]:
-    """Serve one page at one path, and 404 elsewhere; give the root's address."""
+def one_page(text: str, path: str = "/metrics", tokens: list[str] | None = None) -> Iterator[str]:
+    """Serve one page at one path, and 404 elsewhere; give the root's address, and note which tokens are sent."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if tokens is not None:
+                tokens.extend(self.headers.get_all("Authorization", []))
             body = text.encode() if self.path == path else b"not here"
             self.send_response(200 if self.path == path else 404)
             self.send_header("Content-Length", str(len(body)))

@@ -11,6 +11,7 @@
     change_desk.py, live_config.py, declared_file.py, audit.py   changes, their expiry and their record
     grpc_service.py, forwarding.py   the same over gRPC, and what a sidecar has its engine answer
     command.py, verbs.py      `kvwatch admin`, with a verb for each operation
+    credentials.py            the token that a command sends
 
 Sees engines only through `kvwatch.control`, their logs and their views. Imports no exporter, recorder or stream.
 """

@@ -4,9 +4,9 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvwatch.admin.credentials import TOKEN_VARIABLE, find_token
 from kvwatch.errors import ConfigError, ControlError
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kvwatch.admin.verbs import Prepared
 
 DEFAULT_URL = "http://127.0.0.1:9401"
-TOKEN_VARIABLE = "KVWATCH_ADMIN_TOKEN_FILE"  # noqa: S105 - a variable; the server's setting of the same name
 TIMEOUT_SECONDS = 120.0
 EXIT_REFUSED = 1
 """The server refused what was asked; it says why. (2, unreachable or wrong usage, is the command line's own.)"""
@@ -87,32 +86,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="which of the tokens; default: the first that may operate",
     )  # fmt: skip
     add("--field", metavar="NAME", default=unset, help="print one field of the answer; text without quotes")
-
-
-def find_token(path: str, name: str | None) -> str:
-    """Return the token in a file that holds one, or one of those in a server's token file.
-
-    Args:
-        path: The file.
-        name: Which of a server's tokens; none for the first that may operate, else the first.
-
-    Raises:
-        ConfigError: there is no such file or token, or only its digest.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file: {path} cannot be read ({error}); give a readable text file") from error
-    lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    if [len(line) for line in lines] == [1] and name is None:
-        return lines[0][0]
-    tokens = [line for line in lines if len(line) in {3, 4} and (name is None or line[0] == name)]
-    tokens.sort(key=lambda line: "operate" not in line[1].split(","))
-    usable = [line[2] for line in tokens if not line[2].startswith("sha256:")]
-    if not usable:
-        which = "token" if name is None else f"token of the name {name}"
-        raise ConfigError(f"--token-file: {path} holds no {which}, or only its digest; give a file with the token")
-    return usable[0]
 
 
 def _ask(client: "httpx.Client", prepared: "Prepared", field: str | None) -> int:

@@ -1,7 +1,7 @@
 """Asks a target for the diagnosis that it has made itself, or for two pages some seconds apart, judged here."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import httpx
 import msgspec
@@ -19,11 +19,26 @@ MAX_ANSWER_BYTES = 16 << 20
 METRICS_PATH = "/metrics"
 DIAGNOSIS_PATH = "/admin/v1/diagnosis"
 
+MAX_REFUSAL_BYTES = 4096
+"""What is read of the words of whoever refuses."""
+
+_REFUSED = {401, 403}
+
 Samples = list[Sample | HistogramSample]
+
+
+class _Problem(msgspec.Struct):
+    """Of a problem document, what says why."""
+
+    detail: str
 
 
 class TargetUnreachableError(KVWatchError):
     """Nothing answers there, or not with metrics."""
+
+
+class DiagnosisRefusedError(TargetUnreachableError):
+    """The target tells its diagnosis only to whoever sends a token, and none or a wrong one was sent."""
 
 
 class Asker:
@@ -32,11 +47,13 @@ class Asker:
     Args:
         url: Root of the target, or its metrics page.
         sleep: Waits between two pages.
+        token: Sent when it is asked for its diagnosis, and then only.
     """
 
-    def __init__(self, url: str, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, url: str, sleep: Callable[[float], None] = time.sleep, token: str | None = None) -> None:
         self._root = url.rstrip("/").removesuffix(METRICS_PATH).removesuffix(DIAGNOSIS_PATH).rstrip("/")
         self._sleep = sleep
+        self._credentials = {} if token is None else {"Authorization": f"Bearer {token}"}
         # Only what is asked for: no proxy from the environment, no redirect to elsewhere, nothing packed.
         self._client = httpx.Client(timeout=GET_SECONDS, trust_env=False, headers={"Accept-Encoding": "identity"})
 
@@ -45,12 +62,17 @@ class Asker:
         self._client.close()
 
     def own_diagnosis(self) -> DiagnosisReport | None:
-        """Return the diagnosis that the target has made; None if it offers none here, or wants a token for it."""
+        """Return the diagnosis that the target has made; None if it has looked once only.
+
+        Raises:
+            DiagnosisRefusedError: it wants a token for it, or another one.
+            TargetUnreachableError: it offers none here.
+        """
+        text = self._get(DIAGNOSIS_PATH, self._credentials)
         try:
-            text = self._get(DIAGNOSIS_PATH)
             report = msgspec.json.decode(text, type=DiagnosisReport)
-        except (TargetUnreachableError, msgspec.MsgspecError):
-            return None
+        except msgspec.MsgspecError as error:
+            raise TargetUnreachableError(f"{self._root + DIAGNOSIS_PATH} answers with something else") from error
         # An observatory that has just begun has looked once: then two pages from here are quicker.
         return report if report.engines and all(each.diagnosis for each in report.engines) else None
 
@@ -75,10 +97,12 @@ class Asker:
         except UnreadablePageError as error:
             raise TargetUnreachableError(f"{url}: {error}; is this the metrics listener of an engine?") from error
 
-    def _get(self, path: str) -> bytes:
+    def _get(self, path: str, headers: Mapping[str, str] | None = None) -> bytes:
         url, body, end = self._root + path, bytearray(), time.monotonic() + GET_SECONDS
         try:
-            with self._client.stream("GET", url) as answer:
+            with self._client.stream("GET", url, headers=headers) as answer:
+                if path == DIAGNOSIS_PATH and answer.status_code in _REFUSED:
+                    raise DiagnosisRefusedError(f"{url} answers {answer.status_code}: {_detail(answer)}")
                 if answer.status_code != httpx.codes.OK:
                     raise TargetUnreachableError(f"{url} answers with status {answer.status_code}")
                 for piece in answer.iter_raw():
@@ -92,6 +116,17 @@ class Asker:
                 f"{url} cannot be reached ({type(error).__name__}); is the server up, and is this its address?"
             ) from error
         return bytes(body)
+
+
+def _detail(answer: httpx.Response) -> str:
+    """Return why a server refuses, in its own words if they are an admin API's."""
+    body = next(answer.iter_raw(), b"")[:MAX_REFUSAL_BYTES]
+    try:
+        detail = msgspec.json.decode(body, type=_Problem).detail
+    except msgspec.MsgspecError:
+        detail = "it wants a token"
+    shown = "".join(letter for letter in detail if letter.isprintable())
+    return f"{shown} (here: --token-file FILE)"
 
 
 def _judged(key: EngineKey, before: Samples | None, since: float, now: Samples, until: float) -> EngineDiagnosis:

@@ -1,9 +1,17 @@
 """`kvwatch doctor`: what reads pages is imported when the command runs."""
 
 import argparse
+import os
 import sys
+import time
+from typing import TYPE_CHECKING
 
+from kvwatch.admin.credentials import TOKEN_VARIABLE, find_token
 from kvwatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvwatch.doctor.asking import Asker
+    from kvwatch.insight.diagnosis import DiagnosisReport
 
 EXIT_FINDINGS = 1
 """Something is the matter. (2, unreachable or wrong usage, is the command line's own.)"""
@@ -14,7 +22,11 @@ MIN_SECONDS, MAX_SECONDS = 1.0, 600.0
 
 
 class DoctorCommand:
-    """The command `doctor`. It has options and no settings."""
+    """The command `doctor`. It has options and no settings; it finds a token where the admin API's server does.
+
+    A token goes to the admin listener that was named. URL, which may be anybody's, gets it only if it is given with
+    `--token-file`.
+    """
 
     name = "doctor"
     help = "look at an engine's or a sidecar's metrics and say what is the matter"
@@ -31,6 +43,15 @@ class DoctorCommand:
         parser.add_argument(
             "--admin", metavar="URL", help="admin listener, which has looked before; default: URL itself"
         )
+        parser.add_argument(
+            "--token-file",
+            metavar="FILE",
+            help=f"file with a token for the admin listener, or with the server's tokens (default, with --admin: "
+            f"{TOKEN_VARIABLE})",
+        )
+        parser.add_argument(
+            "--as", dest="token_name", metavar="NAME", help="which of the tokens; default: the first that may operate"
+        )
         parser.add_argument("--json", action="store_true", dest="is_json", help="print JSON instead of text")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -40,9 +61,10 @@ class DoctorCommand:
 
         if not MIN_SECONDS <= args.seconds <= MAX_SECONDS:
             raise ConfigError(f"--seconds: {args.seconds:g} is not from {MIN_SECONDS:g} to {MAX_SECONDS:g}")
-        target, admin = Asker(_root(args.url, "URL")), Asker(_root(args.admin or args.url, "--admin"))
+        target = Asker(_root(args.url, "URL"), sleep=_wait)
+        admin = Asker(_root(args.admin or args.url, "--admin"), token=_token(args))
         try:
-            report = admin.own_diagnosis() or target.observe(args.seconds)
+            report = _own_diagnosis(admin, is_named=args.admin is not None) or target.observe(args.seconds)
         finally:
             target.close()
             admin.close()
@@ -56,6 +78,31 @@ class DoctorCommand:
 
 
 COMMAND = DoctorCommand()
+
+
+def _wait(seconds: float) -> None:
+    """Wait between two looks, and say so to whoever sits there; who reads a pipe has asked for the result only."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"kvwatch: looked once; the second look, which tells what happens, is in {seconds:g} s\n")
+        sys.stderr.flush()
+    time.sleep(seconds)
+
+
+def _token(args: argparse.Namespace) -> str | None:
+    path = args.token_file or (os.environ.get(TOKEN_VARIABLE) if args.admin else None)
+    return find_token(path, args.token_name) if path else None
+
+
+def _own_diagnosis(admin: "Asker", *, is_named: bool) -> "DiagnosisReport | None":
+    """Ask for what the target has found itself; say when it refuses, or is not where somebody said that it is."""
+    from kvwatch.doctor.asking import DiagnosisRefusedError, TargetUnreachableError
+
+    try:
+        return admin.own_diagnosis()
+    except TargetUnreachableError as error:
+        if is_named or isinstance(error, DiagnosisRefusedError):
+            sys.stderr.write(f"kvwatch: {error}\nkvwatch: the metrics page is judged instead\n")
+        return None
 
 
 def _root(url: str, name: str) -> str:

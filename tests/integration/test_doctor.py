@@ -2,6 +2,10 @@
 
 import argparse
 import json
+import os
+import pty
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +16,10 @@ import pytest
 from builders import NullModel
 from metrics_stub import one_page
 from naive_engine import NaiveEngine
-from openai_server import RunningServer, arithmetic_server, byte_level_tokenizer, save_tokenizer
+from openai_server import RunningServer, arithmetic_server, byte_level_tokenizer, save_tokenizer, wait_until
 from sidecar_stage import sidecar_stage
 
+from kvwatch.admin.credentials import TOKEN_VARIABLE
 from kvwatch.doctor.asking import Asker, TargetUnreachableError
 from kvwatch.doctor.command import COMMAND, EXIT_FINDINGS
 from kvwatch.errors import ConfigError
@@ -162,27 +167,141 @@ def test_a_diagnosis_that_the_target_has_made_itself_is_taken() -> None:
     assert found == msgspec.json.decode(own, type=DiagnosisReport)
 
 
-def test_the_admin_listener_has_looked_before_and_is_asked_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@contextmanager
+def admin_listener(folder: Path, listen: str = "127.0.0.1:0", token_file: Path | None = None) -> Iterator[str]:
+    """Observe an idle engine until it was diagnosed; give the admin listener's address."""
     log = EventLog(4096)
-    engine = NaiveEngine(log)
     settings = ObservatorySettings(
-        metrics_listen="off", grpc_listen="off", admin_listen="127.0.0.1:0", flight_dir="off"
-    )
+        metrics_listen="off", grpc_listen="off", flight_dir="off", admin_listen=listen,
+        admin_token_file=None if token_file is None else str(token_file),
+    )  # fmt: skip
     identity = EngineIdentity("chat", 0, "tiny")
-    built = plan_observatory(settings, "chat", tmp_path).build(Subject(log, engine, identity, config={}))
+    built = plan_observatory(settings, "chat", folder).build(Subject(log, NaiveEngine(log), identity, config={}))
     built.observatory.start()
     try:
         assert built.admin is not None
         assert built.admin.address is not None
-        deadline = time.monotonic() + 60
-        while built.desk.diagnosis().diagnosis is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        status = doctor("http://127.0.0.1:9", "--admin", "http://{}:{}".format(*built.admin.address))
+        wait_until(lambda: built.desk.diagnosis().diagnosis is not None, 60)
+        yield f"http://127.0.0.1:{built.admin.address[1]}"
     finally:
         built.observatory.stop()
 
+
+def test_the_admin_listener_has_looked_before_and_is_asked_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with admin_listener(tmp_path) as url:
+        status = doctor("http://127.0.0.1:9", "--admin", url)
+
     assert status == 0
     assert capsys.readouterr().out.startswith("chat (tiny), over ")
+
+
+# ---------------------------------------------------------------- what is said meanwhile
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_who_sits_at_a_terminal_hears_what_is_waited_for_and_a_pipe_gets_the_result_only(*, is_terminal: bool) -> None:
+    terminal, end = pty.openpty()
+    try:
+        with one_page(VLLM_PAGE.format(usage=0.4)) as page:
+            words = [sys.executable, "-m", "kvwatch", "doctor", page, "--seconds", "1"]
+            ended = subprocess.run(
+                words, stdout=subprocess.PIPE, stderr=end if is_terminal else subprocess.PIPE, check=True, timeout=120
+            )
+        said = os.read(terminal, 4096) if is_terminal else ended.stderr
+    finally:
+        os.close(end)
+        os.close(terminal)
+
+    assert ended.stdout.startswith(b"vllm (m), over ")
+    assert (b"second look" in said) is is_terminal
+    assert is_terminal or said == b""
+
+
+# ---------------------------------------------------------------- tokens
+
+
+TOKENS = "alice read alice-0123456789abcdef\nbob read bob-0123456789abcdef 2001-01-01\n"
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(TOKENS, encoding="utf-8")
+    return path
+
+
+def test_an_admin_listener_that_wants_a_token_gets_that_of_the_flag_or_of_the_environment(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with admin_listener(tmp_path, "0.0.0.0:0", tokens) as url:
+        assert doctor(NOBODY, "--admin", url, "--token-file", str(tokens)) == 0
+        assert doctor(url, "--token-file", str(tokens), "--as", "alice") == 0
+        monkeypatch.setenv(TOKEN_VARIABLE, str(tokens))
+        assert doctor(NOBODY, "--admin", url) == 0
+
+    told = capsys.readouterr()
+    assert told.out.count("chat (tiny), over ") == 3
+    assert told.err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((), "send the header Authorization"),
+        (("--token-file", "wrong"), "not known here"),
+        (("--token-file", "tokens", "--as", "bob"), "the token bob has expired"),
+    ],
+)
+def test_a_refusal_is_said_with_the_servers_reason_and_the_page_is_judged(
+    tmp_path: Path, tokens: Path, words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong").write_text("nobody-0123456789abcdef\n", encoding="utf-8")
+    given = [str(tmp_path / word) if word in {"wrong", "tokens"} else word for word in words]
+    with admin_listener(tmp_path, "0.0.0.0:0", tokens) as url, one_page(VLLM_PAGE.format(usage=0.4)) as page:
+        assert doctor(page, "--admin", url, "--seconds", "1", *given) == 0
+
+    told = capsys.readouterr()
+    assert told.out.startswith("vllm (m), over ")
+    assert f"{url}/admin/v1/diagnosis answers 401: " in told.err
+    assert why in told.err
+    assert "(here: --token-file FILE)\nkvwatch: the metrics page is judged instead\n" in told.err
+
+
+def test_the_refusal_of_a_listener_that_was_not_named_as_one_of_the_admin_api_is_said_too(
+    tmp_path: Path, tokens: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with admin_listener(tmp_path, "0.0.0.0:0", tokens) as url, pytest.raises(TargetUnreachableError, match="metrics"):
+        doctor(url, "--seconds", "1")
+
+    assert "answers 401" in capsys.readouterr().err
+
+
+def test_an_admin_listener_that_is_not_there_is_said_and_one_that_nobody_named_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with one_page(VLLM_PAGE.format(usage=0.4)) as page:
+        assert doctor(page, "--seconds", "1") == 0
+        assert capsys.readouterr().err == ""
+        assert doctor(page, "--seconds", "1", "--admin", NOBODY) == 0
+
+    assert "127.0.0.1:9/admin/v1/diagnosis cannot be reached" in capsys.readouterr().err
+
+
+def test_a_token_of_the_environment_goes_to_the_admin_listener_and_never_to_somebody_elses_page(
+    tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, str(tokens))
+    by_page: list[str] = []
+    by_admin: list[str] = []
+    with (
+        one_page(VLLM_PAGE.format(usage=0.4), tokens=by_page) as page,
+        one_page("{}", "/admin/v1/diagnosis", by_admin) as admin,
+    ):
+        assert doctor(page, "--seconds", "1") == 0
+        assert doctor(page, "--seconds", "1", "--admin", admin) == 0
+
+    assert by_page == []
+    assert by_admin == ["Bearer alice-0123456789abcdef"]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from admin_stage import AdminStage, admin_stage
 
-from kvwatch.admin.command import COMMAND, find_token
+from kvwatch.admin.command import COMMAND
+from kvwatch.admin.credentials import find_token
 from kvwatch.admin.operations import OPERATIONS
 from kvwatch.admin.verbs import verbs
 from kvwatch.errors import ConfigError, ControlError
