@@ -9,6 +9,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvwatch.http_protocol import BoundedProtocol
+from kvwatch.ledger.pace import pause
 from kvwatch.sockets import bind, parse_address
 
 __all__ = ["Listener", "bind", "parse_address"]
@@ -39,8 +40,7 @@ class _Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         while not (self.stopping.is_set() or await self.on_tick(0)):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.stopping.wait(), TICK_SECONDS)
+            await pause(self.stopping, TICK_SECONDS)
 
 
 class Listener:

@@ -59,6 +59,10 @@ class ExemplarStore:
         bucket = bisect_left(bounds, value)
         self._newest[metric.name, bucket] = Exemplar(value, trace_id, span_id, unix_seconds)
 
+    def knows(self, metric: Metric) -> bool:
+        """Return whether anything was offered for a metric."""
+        return metric.name in self._bounds
+
     def find(self, metric: Metric, bucket: int) -> Exemplar | None:
         """Return the exemplar of a metric's bucket number `bucket` (the last one is +Inf's), or None."""
         return self._newest.get((metric.name, bucket))

@@ -6,13 +6,12 @@ Owns the earlier looks. Does not know who asks: the composition root gives `Diag
 import asyncio
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
 from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.insight.diagnosis import DiagnosisReport, EngineDiagnosis, Lookback, Reading
 from kvwatch.insight.diagnosis.lookback import LOOK_SECONDS
 from kvwatch.ledger.collector import Follower
-from kvwatch.ledger.pace import POLL_SECONDS
+from kvwatch.ledger.pace import POLL_SECONDS, pause
 from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.telemetry.clock import Clock
 
@@ -84,8 +83,7 @@ class DiagnosisDesk:
             if self._is_known():
                 self.look()
                 seconds = LOOK_SECONDS
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), seconds)
+            await pause(stop, seconds)
 
     def close(self) -> None:
         """Give nothing back."""

@@ -13,7 +13,9 @@ ready whatever its engines do, since a sidecar must never take the pod of its mo
 
 import asyncio
 import socket
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -21,7 +23,7 @@ from kvwatch.derive.metrics import PREFIX
 from kvwatch.errors import ExporterError
 from kvwatch.exporters.identity import COMMON_LABELS
 from kvwatch.exporters.prometheus.asgi import MetricsApp, make_listener
-from kvwatch.exporters.prometheus.families import Family, SampleSource
+from kvwatch.exporters.prometheus.families import Family, SampleSource, Series
 from kvwatch.exporters.prometheus.labels import printable
 from kvwatch.exporters.prometheus.page import MetricsPage
 from kvwatch.exporters.prometheus.process import ProcessMetrics, subscriber_samples
@@ -33,6 +35,7 @@ from kvwatch.observatory.thread import STOP_SECONDS, LoopThread
 from kvwatch.observatory.watch import Watch, always
 from kvwatch.telemetry.clock import SystemClock
 from kvwatch.telemetry.metrics import CATALOGUE
+from kvwatch.telemetry.schema import Metric
 
 Runner = Callable[[asyncio.Event], Awaitable[None]]
 """Something that lives on the fleet's loop until the event is set."""
@@ -109,9 +112,10 @@ class Fleet:
                 logger.warning("metrics of an engine could not be read", error=repr(error))
                 continue
             for family in found:
-                known = merged.setdefault(family.name, family)
-                if known is not family:
-                    known.series.extend(family.series)
+                known = merged.get(family.name)
+                merged[family.name] = (
+                    family if known is None else replace(known, series=(*known.series, *family.series))
+                )
         yield from sorted(merged.values(), key=lambda family: _PLACES.get(family.name, len(_PLACES)))
 
     def start(self) -> None:
@@ -193,17 +197,14 @@ class Fleet:
         spawned.add_done_callback(self._tasks.discard)
 
     def _own_families(self) -> Iterator[Family]:
-        by_metric: dict[str, Family] = {}
+        by_metric: dict[Metric, list[Series]] = defaultdict(list)
         own = ((NOBODY, sample) for source in self._own for sample in source())
         for common, sample in (*own, *self._more()):
-            metric = sample.metric
-            family = by_metric.get(metric.name)
-            if family is None:
-                names = (*COMMON_LABELS, *metric.labels)
-                family = by_metric[metric.name] = Family(PREFIX + metric.name, metric.kind, metric.brief, names)
             assert isinstance(sample, Sample), "nothing here tells histograms"
-            family.series.append((tuple(map(printable, (*common, *sample.labels))), sample.value))
-        yield from by_metric.values()
+            by_metric[sample.metric].append((tuple(map(printable, (*common, *sample.labels))), sample.value))
+        for metric, series in by_metric.items():
+            names = (*COMMON_LABELS, *metric.labels)
+            yield Family(PREFIX + metric.name, metric.kind, metric.brief, names, series)
 
 
 async def _guarded(task: Awaitable[None]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from kvwatch.errors import ExporterError
+from kvwatch.ledger.pace import pause
 
 STOP_SECONDS = 5.0
 """`stop` waits no longer than this for the thread."""
@@ -97,5 +98,4 @@ class LoopThread:
         """Note the processor time of this thread; only the thread itself can read it."""
         while not stop.is_set():
             self.cpu_seconds = time.thread_time()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), 1.0)
+            await pause(stop)

@@ -35,7 +35,7 @@ FRAME_BYTES = 256 * 1024
 FLUSH_SECONDS = 1.0
 """... unless they have waited for so long."""
 
-WAKE_SECONDS = 0.25
+WAKE_SECONDS = 1.0
 """Events wait so long for the writing thread: waking it for each batch would take the interpreter from the engine."""
 
 STATE_EVERY_BYTES = 8 * 2**20

@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from kvwatch.control import EngineControl
 from kvwatch.errors import ControlError, ExporterError
 from kvwatch.ledger.collector import Follower
-from kvwatch.ledger.pace import POLL_SECONDS
+from kvwatch.ledger.pace import POLL_SECONDS, pause
 from kvwatch.ledger.view import Sample
 from kvwatch.stream.access import (
     LISTEN_SETTING,
@@ -301,10 +301,7 @@ class TelemetryServer:
             is_alive, is_ready = self._is_alive(), self._is_ready()
             for name, is_well in (("", is_alive), (SERVICE.full_name, is_alive), (READY, is_ready)):
                 await health.set(name, known.SERVING if is_well else known.NOT_SERVING)
-            try:
-                await asyncio.wait_for(stop.wait(), HEALTH_SECONDS)
-            except TimeoutError:
-                continue
+            await pause(stop, HEALTH_SECONDS)
         await health.enter_graceful_shutdown()
 
 

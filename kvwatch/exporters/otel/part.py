@@ -11,7 +11,6 @@ Knows neither how spans look nor what a collector speaks.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,15 +34,12 @@ from kvwatch.exporters.otel.settings import Endpoint, OtelSettings, parse_endpoi
 from kvwatch.exporters.otel.spans import FinishedTrace, SpanBuilder
 from kvwatch.exporters.otel.text import clean
 from kvwatch.exporters.otel.transport import FailureReasons, Transport, make_transport
-from kvwatch.ledger.pace import POLL_SECONDS
+from kvwatch.ledger.pace import POLL_SECONDS, pause
 from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.telemetry.clock import Clock
 
 SERVICE_NAME = "kvwatch"
 """`service.name`, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES says otherwise."""
-
-WATCH_SECONDS = 0.5
-"""How often the exporter looks for long-running requests and for the time of the next export of metrics."""
 
 CLOSE_SECONDS = 1.5
 """What all three senders together get to send the rest at the end."""
@@ -131,10 +127,9 @@ class OtelPart:
     async def run(self, stop: asyncio.Event) -> None:
         """Report long-running requests and have the metrics exported, until `stop` is set."""
         next_export = time.monotonic() + self._settings.metrics_interval_seconds
-        pause = min(WATCH_SECONDS, self._settings.metrics_interval_seconds)
+        period_seconds = min(POLL_SECONDS, self._settings.metrics_interval_seconds)
         while not stop.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), pause)
+            await pause(stop, period_seconds)
             self._report_long_running()
             if time.monotonic() >= next_export:
                 next_export += self._settings.metrics_interval_seconds

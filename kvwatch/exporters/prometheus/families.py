@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from kvwatch.derive.metrics import PREFIX
@@ -31,13 +31,15 @@ class HistogramSeries:
     """Buckets by number, ascending, and the trace of an observation that each has counted."""
 
 
+Samples = list[Sample | HistogramSample]
+
 Series = tuple[tuple[str, ...], float | HistogramSeries]
 """Label values in the order of the family's labels, and the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """All series of one metric."""
+    """All series of one metric. Never changed: writers keep what they wrote of it."""
 
     name: str
     """With prefix, without `_total`."""
@@ -45,11 +47,23 @@ class Family:
     brief: str
     labels: tuple[str, ...]
     """Names of all labels, the common ones included."""
-    series: list[Series] = field(default_factory=list)
+    series: Sequence[Series]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a family was made of, and the family."""
+
+    common: tuple[str, ...]
+    samples: Samples
+    family: Family
 
 
 class ViewCollector:
     """Gives the newest view. Any thread; knows no metric of the catalogue by name.
+
+    From one second to the next most series stand still: their families are given again as they are, so that a writer
+    can tell by looking at no value.
 
     Args:
         view: Returns the newest view.
@@ -74,12 +88,13 @@ class ViewCollector:
         """Labels of every series."""
         self._exemplars = exemplars
         self._has_vllm_aliases = has_vllm_aliases
+        self._kept: dict[str, _Kept] = {}
 
     def families(self) -> Iterator[Family]:
         """Yield one family for each metric that has a sample."""
         view = self._view()
         common = tuple(printable(value) for value in self.identity.labels)
-        by_metric: dict[str, list[Sample | HistogramSample]] = defaultdict(list)
+        by_metric: dict[str, Samples] = defaultdict(list)
         shown: tuple[Sample | HistogramSample, ...] = (*view.gauges, *view.counters, *view.histograms)
         for sample in shown:
             by_metric[sample.metric.name].append(sample)
@@ -93,20 +108,30 @@ class ViewCollector:
         if self._has_vllm_aliases:
             yield from self._aliases(view)
 
-    def _family(self, metric: Metric, samples: Sequence[Sample | HistogramSample], common: tuple[str, ...]) -> Family:
-        family = Family(PREFIX + metric.name, metric.kind, metric.brief, (*COMMON_LABELS, *metric.labels))
-        for sample in samples:
-            labels = (*common, *map(printable, sample.labels))
-            value = self._histogram(sample) if isinstance(sample, HistogramSample) else sample.value
-            family.series.append((labels, value))
-        return family
+    def _family(self, metric: Metric, samples: Samples, common: tuple[str, ...]) -> Family:
+        if self._exemplars is not None and self._exemplars.knows(metric):  # marks come though nothing is counted
+            return self._make_family(metric, samples, common)
+        kept = self._kept.get(metric.name)
+        if kept is None or kept.common != common or kept.samples != samples:
+            kept = self._kept[metric.name] = _Kept(common, samples, self._make_family(metric, samples, common))
+        return kept.family
+
+    def _make_family(self, metric: Metric, samples: Samples, common: tuple[str, ...]) -> Family:
+        names = (*COMMON_LABELS, *metric.labels)
+        series = tuple(
+            (
+                (*common, *map(printable, sample.labels)),
+                self._histogram(sample) if isinstance(sample, HistogramSample) else sample.value,
+            )
+            for sample in samples
+        )
+        return Family(PREFIX + metric.name, metric.kind, metric.brief, names, series)
 
     def _aliases(self, view: View) -> Iterator[Family]:
         for alias in alias_families(view, self.identity):
-            family = Family(alias.name, alias.kind, alias.brief, alias.labels)
-            for labels, value in alias.values:
-                family.series.append((labels, value if alias.histogram is None else _cumulative(alias.histogram)))
-            yield family
+            histogram = None if alias.histogram is None else _cumulative(alias.histogram)
+            series = tuple((labels, value if histogram is None else histogram) for labels, value in alias.values)
+            yield Family(alias.name, alias.kind, alias.brief, alias.labels, series)
 
     def _histogram(self, sample: HistogramSample) -> HistogramSeries:
         if self._exemplars is None or sample.labels:

@@ -16,6 +16,7 @@ from kvwatch.exporters.prometheus.gateway import gateway_samples
 from kvwatch.exporters.prometheus.labels import printable
 from kvwatch.exporters.prometheus.writer import Format, PageWriter
 from kvwatch.ledger.mirror import Mirror
+from kvwatch.ledger.view import Sample
 from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.schema import MetricKind
@@ -112,6 +113,42 @@ def test_the_page_of_a_busy_engine_is_that_of_the_reference_client(collector: Vi
     assert page == reference_page(collector.families(), form)
     assert (b"trace_id" in page) == (form == "openmetrics")
     assert b"\nvllm:" in page
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pages_made_of_what_was_kept_are_those_made_anew_while_values_marks_and_names_change(form: Format) -> None:
+    clock = ScenarioClock()
+    log = EventLog(1024, clock)
+    cursor = log.subscribe("test")
+    mirror = Mirror(clock, 0)
+    mirror.load(opening_snapshot())
+    play(log, clock)
+    store = ExemplarStore()
+    extra = [Sample(m.TELEMETRY_LAG, ("recorder",), 3)]
+    kept = ViewCollector(lambda: mirror.view, [lambda: extra], EngineIdentity("e", 0, "tiny"), exemplars=store)
+    writer = PageWriter()
+    pages = set()
+
+    def page() -> bytes:
+        anew = ViewCollector(lambda: mirror.view, [lambda: extra], kept.identity, exemplars=store)
+        written = writer.write(kept.families(), form)
+        assert written == PageWriter().write(anew.families(), form)
+        pages.add(written)
+        return written
+
+    while events := cursor.read(7):
+        mirror.apply(events)
+        mirror.publish()
+        assert page() == page()
+    num_pages = len(pages)
+    assert num_pages > 3
+    for bound in m.TIME_TO_FIRST_TOKEN.buckets:
+        store.offer(m.TIME_TO_FIRST_TOKEN, bound, "ab" * 16, "cd" * 8, 1.7e9)
+    assert (b"trace_id" in page()) == (form == "openmetrics")
+    extra[0] = Sample(m.TELEMETRY_LAG, ("recorder",), 4)
+    assert b'subscriber="recorder"} 4.0\n' in page()
+    kept.identity = EngineIdentity("other", 0, "tiny")
+    assert b'engine="e"' not in page()
 
 
 def test_what_is_kept_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
