@@ -11,6 +11,7 @@ from kvwatch.telemetry.log import EventLog, GapError
 from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import EngineSnapshot, GroupState, TierState
 from kvwatch_engine.contracts.cache import BlockLayout, KVDtype, KVGroup
+from kvwatch_engine.contracts.errors import GuideFailed
 from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.settings import EngineSettings
@@ -77,13 +78,15 @@ class NullModel:
         candidates = {
             place: self.candidates(row) for place, row in enumerate(step.sample_rows) if row.num_candidates
         }  # fmt: skip
+        errors: dict[int, str] = {}
         tokens = [
-            candidates[place].token_ids[0] if place in candidates else self._sample(row)
+            candidates[place].token_ids[0] if place in candidates else self._sample(row, place, errors)
             for place, row in enumerate(step.sample_rows)
         ]
         return StepResult(
-            token_ids=tokens, logprobs=[None] * len(tokens), forward_ns=0, sample_ns=0, candidates=candidates
-        )
+            token_ids=tokens, logprobs=[None] * len(tokens), forward_ns=0, sample_ns=0, errors=errors,
+            candidates=candidates,
+        )  # fmt: skip
 
     def candidates(self, row: SampleRow) -> Candidates:
         """Return what a beam may continue with; the scores depend on its prompt and all of its tokens."""
@@ -127,9 +130,14 @@ class NullModel:
         self.slots = {}
         self.block_size = layout.block_size
 
-    def _sample(self, row: SampleRow) -> int:
+    def _sample(self, row: SampleRow, place: int, errors: dict[int, str]) -> int:
         token = self.next_token(row.prompt_token_ids, row.seed, row.position)
-        while token in row.forbidden_token_ids:
+        try:
+            allowed = None if row.guide is None else row.guide.allowed()
+        except GuideFailed as error:
+            errors[place] = str(error)
+            return -1
+        while token in row.forbidden_token_ids or (allowed is not None and not allowed[token]):
             token = (token + 1) % self.vocab_size
         return token
 

@@ -67,12 +67,12 @@ def test_the_official_client_raises_its_own_classes(server: RunningServer) -> No
             client.completions.create(model="gpt-4", prompt="hi")
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(
-                model=MODEL, messages=[{"role": "user", "content": "x"}], response_format={"type": "json_object"}
+                model=MODEL, messages=[{"role": "user", "content": "x"}], modalities=["text", "audio"]
             )
 
     assert (bad.value.param, bad.value.type) == ("messages", "invalid_request_error")
     assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
-    assert (refused.value.param, refused.value.code) == ("response_format", "unsupported")
+    assert (refused.value.param, refused.value.code) == ("modalities", "unsupported")
 
 
 # ---------------------------------------------------------------- bodies

@@ -2,46 +2,23 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import openai
 import pytest
 import torch
 from beam_reference import Found, reference_beams
-from builders import make_settings
+from model_server import model_server
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
-from openai_server import RunningServer, serve
+from openai_server import RunningServer
 from tiny_models import embedded_model_folder, make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.sampling import BeamParams
-from kvwatch_engine.engine import Engine
-from kvwatch_engine.memory.kv_cache import KVCache
-from kvwatch_engine.model.loader import load_model
-from kvwatch_engine.model.runner import ModelRunner
-from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Größe und 東京? 🙂"}]
 NUM_TOKENS = 40
-
-
-@contextmanager
-def model_server(folder: Path, **engine_settings: object) -> Iterator[RunningServer]:
-    model = load_model(str(folder), dtype="float32", served_name="model")
-    values: dict[str, object] = {
-        "num_blocks": 257, "block_size": 8, "max_model_len": model.info.max_position, "max_batch_tokens": 64,
-        "vocab_size": model.info.vocab_size, "eos_token_ids": model.info.eos_token_ids, **engine_settings,
-    }  # fmt: skip
-    limits = make_settings(**values)
-    dispatcher = OutputDispatcher()
-    runner = ModelRunner(model, KVCache(model.cache_spec(limits.block_size), limits.num_blocks))
-    log = EventLog()
-    engine = Engine(limits, runner, log, dispatcher)
-    with serve(engine, create_app(engine, dispatcher, model.info, ServerSettings()), dispatcher, log) as running:
-        yield running
 
 
 class Reference:

@@ -7,6 +7,7 @@ KVWatchError
     │   └── EngineOverloaded   the queue is full or the server drains: 429 or 503, try again later
     ├── ModelError             a model cannot be loaded or is not supported
     ├── AdapterError           a LoRA adapter cannot be loaded or is not supported; nothing was changed
+    ├── GuideFailed            a grammar takes too much work at one token; ends its sequence alone
     └── CacheCorruption        an invariant of the block pool is broken
 """
 
@@ -50,6 +51,10 @@ class ModelError(EngineError):
 
 class AdapterError(EngineError):
     """A LoRA adapter cannot be loaded, or is of a kind that is not supported; nothing was changed."""
+
+
+class GuideFailed(EngineError):
+    """A grammar takes more work or time at one token than it may; ends its sequence alone."""
 
 
 class CacheCorruption(EngineError):

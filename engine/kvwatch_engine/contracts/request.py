@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvwatch.telemetry.events.request import Operation, RejectionReason, RequestRejected
 from kvwatch_engine.contracts.adapter import AdapterAdmission, LoadId
+from kvwatch_engine.contracts.guidance import Guide
 from kvwatch_engine.contracts.image import PromptImage
 from kvwatch_engine.contracts.sampling import SamplingParams
 
@@ -60,6 +61,8 @@ class GenerationRequest:
     origin: RequestOrigin = RequestOrigin()
     load_id: LoadId | None = None
     """LoRA adapter that computes it, which is part of every block hash as well; none is the base model."""
+    guide: Guide | None = None
+    """Grammar that every sequence keeps to; none if they are free."""
     priority: int = 0
     """0 is served first. A higher number waits, but never for ever; see `EngineSettings.priority_aging_seconds`."""
     deadline_seconds: float | None = None
@@ -128,6 +131,8 @@ class SequenceOutput:
     num_cached_tokens: int = 0
     """Prompt tokens of the request that were found in the prefix cache at its first admission."""
     error: str = ""
+    is_guide_error: bool = False
+    """Whether it ended since its grammar took too much work, which is the request's own fault."""
     score: float | None = None
     """Score of a whole sequence that a beam search found; see `BeamParams`."""
 

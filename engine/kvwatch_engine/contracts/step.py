@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwatch_engine.contracts.adapter import AdapterSpan
+from kvwatch_engine.contracts.guidance import SequenceGuide
 from kvwatch_engine.contracts.image import ImageSpan
 from kvwatch_engine.contracts.request import PositionLogprobs
 from kvwatch_engine.contracts.sampling import SamplingParams
@@ -32,6 +33,8 @@ class SampleRow:
     """Tokens that may not be chosen now (end tokens before `min_tokens`)."""
     num_candidates: int = 0
     """Continuations wanted of a beam, instead of one token; 0 for a sequence that is no beam."""
+    guide: SequenceGuide | None = None
+    """Which tokens its grammar allows now, already asked to find that out; none if anything may follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,8 @@ class StepResult:
     forward_ns: int
     sample_ns: int
     errors: dict[int, str] = field(default_factory=dict)
-    """Row -> why no token could be chosen for it (its logits are not numbers). Ends that sequence, or its search."""
+    """Row -> why no token could be chosen for it (its logits are not numbers, its guide failed). Ends that sequence,
+    or its search."""
     candidates: dict[int, Candidates] = field(default_factory=dict)
     """Row -> continuations, for rows that asked for them."""
 

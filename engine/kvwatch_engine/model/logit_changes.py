@@ -1,4 +1,4 @@
-"""What a request changes on the logits before anything is drawn: penalties, bias, forbidden tokens."""
+"""What a request changes on the logits before anything is drawn: penalties, bias, forbidden tokens, a grammar."""
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,16 @@ def changed_logits(logits: FloatArray, row: SampleRow) -> FloatArray:
 
     Args:
         logits: f32[vocab_size]. The model's; never written.
-        row: whose penalties, bias and forbidden tokens to apply, in this order.
+        row: whose penalties, bias, forbidden tokens and guide to apply, in this order.
 
     Returns:
         f32[vocab_size]: the same array if nothing changes, else a copy.
+
+    Raises:
+        GuideFailed: its guide cannot say what is allowed.
     """
     params = row.params
-    if not (params.has_penalties or params.logit_bias or row.forbidden_token_ids):
+    if not (params.has_penalties or params.logit_bias or row.forbidden_token_ids or row.guide is not None):
         return logits
     changed = logits.copy()
     if params.has_penalties:
@@ -30,6 +33,8 @@ def changed_logits(logits: FloatArray, row: SampleRow) -> FloatArray:
             changed[token_id] += bias
     # A caller may forbid a stop token that this model does not have.
     changed[[t for t in row.forbidden_token_ids if 0 <= t < len(changed)]] = -np.inf
+    if row.guide is not None:
+        np.copyto(changed, -np.inf, where=~row.guide.allowed())
     return changed
 
 

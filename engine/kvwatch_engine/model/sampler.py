@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from kvwatch_engine.contracts.errors import GuideFailed
 from kvwatch_engine.contracts.request import PositionLogprobs
 from kvwatch_engine.contracts.step import Candidates, SampleRow
 from kvwatch_engine.model.candidates import best_candidates
@@ -53,8 +54,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow], logits_rows: Sequenc
         if not is_finite[source]:
             token_id, error = NO_TOKEN, "the model's logits are not finite numbers"
         else:
-            token_id = _continue(values[source], int(best[source]), row, index, samples)
-            error = "" if token_id != NO_TOKEN else "every token of the vocabulary is forbidden"
+            token_id, error = _try(values[source], int(best[source]), row, index, samples)
         samples.token_ids.append(token_id)
         wanted = row.params.logprobs
         if error:
@@ -64,6 +64,15 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow], logits_rows: Sequenc
         else:
             samples.logprobs.append(position_logprobs(values[source], [token_id], wanted)[0])
     return samples
+
+
+def _try(logits: FloatArray, best: int, row: SampleRow, index: int, samples: Samples) -> tuple[int, str]:
+    """Return the token of one row, or `NO_TOKEN` and why there is none."""
+    try:
+        token_id = _continue(logits, best, row, index, samples)
+    except GuideFailed as error:
+        return NO_TOKEN, str(error)
+    return token_id, "" if token_id != NO_TOKEN else "every token of the vocabulary is forbidden"
 
 
 def _continue(logits: FloatArray, best: int, row: SampleRow, index: int, samples: Samples) -> int:

@@ -66,6 +66,8 @@ def check_valid(request: GenerationRequest, settings: EngineSettings) -> None:
         limit = settings.vocab_size - 1
         raise RequestInvalid(f"token id {wrong} is outside the vocabulary (0 to {limit})", param="prompt")
     _check_images(request)
+    if request.guide is not None and sampling.beams is not None:
+        raise RequestInvalid("a beam search cannot keep to a grammar; leave one of them out", param="use_beam_search")
     _check_number(sampling, settings)
     if sampling.max_tokens < 1:
         raise RequestInvalid(f"max_tokens is {sampling.max_tokens}; it must be at least 1", param="max_tokens")

@@ -6,6 +6,7 @@ from enum import StrEnum
 from itertools import takewhile
 
 from kvwatch_engine.contracts.block import BlockHash
+from kvwatch_engine.contracts.guidance import Guide, SequenceGuide
 from kvwatch_engine.contracts.request import FinishReason, GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.tiers import TransferKind
@@ -78,6 +79,7 @@ class Sequence:
     __slots__ = (
         "chain",
         "finish_reason",
+        "guide",
         "index",
         "last_token_ns",
         "num_computed",
@@ -88,7 +90,7 @@ class Sequence:
         "seed",
     )
 
-    def __init__(self, request: "Request", index: int, seed: int, chain: HashChain) -> None:
+    def __init__(self, request: "Request", index: int, seed: int, chain: HashChain, guide: Guide | None = None) -> None:
         self.request = request
         self.index = index
         self.seed = seed
@@ -100,6 +102,8 @@ class Sequence:
         """Tokens computed before the last preemption: computing one of them again is recomputation."""
         self.last_token_ns: int | None = None
         self.finish_reason: FinishReason | None = None
+        self.guide: SequenceGuide | None = None if guide is None else guide.start()
+        """What keeps it within its request's grammar."""
 
     @property
     def num_tokens(self) -> int:
@@ -240,7 +244,8 @@ class Request:
         self.has_forked = source.sampling.num_sequences == 1
         """Whether each live sequence has a block table of its own; False while the leader computes what they share."""
         self.sequences = [
-            Sequence(self, index, seed, chain if index == 0 else chain.fork(0)) for index, seed in enumerate(seeds)
+            Sequence(self, index, seed, chain if index == 0 else chain.fork(0), source.guide)
+            for index, seed in enumerate(seeds)
         ]
 
     @property

@@ -12,6 +12,8 @@ from kvwatch_engine.scheduling.step_builder import ScheduledStep
 
 INVALID_LOGITS = "InvalidLogits"
 """Class of the error that ends a sequence alone: its logits are not numbers."""
+GUIDE_FAILED = "GuideFailed"
+"""The same: its grammar takes too much work."""
 
 
 class AppliedStep:
@@ -93,8 +95,10 @@ class Results:
     def _apply_error(self, sequence: Sequence, error: str) -> list[SequenceOutput]:
         """End a sequence for which no token could be chosen; a beam with its whole search."""
         ended = [sequence] if sequence.request.search is None else sequence.request.sequences_of_caller()
+        is_guide_error = sequence.guide is not None and bool(sequence.guide.error)
         if sequence.request.search is None:
-            self._lifecycle.finish_sequence(sequence, FinishReason.ERROR, INVALID_LOGITS)
+            error_type = GUIDE_FAILED if is_guide_error else INVALID_LOGITS
+            self._lifecycle.finish_sequence(sequence, FinishReason.ERROR, error_type)
         else:
             self._lifecycle.finish_request(sequence.request, FinishReason.ERROR, INVALID_LOGITS)
         return [
@@ -103,6 +107,7 @@ class Results:
                 sequence=each.index,
                 finish_reason=FinishReason.ERROR,
                 error=error,
+                is_guide_error=is_guide_error,
             )
             for each in ended
         ]

@@ -143,6 +143,9 @@ def _sample_row(sequence: Sequence, eos_token_ids: tuple[int, ...]) -> SampleRow
     params = sequence.request.sampling
     num_generated = len(sequence.output_token_ids)
     forbidden = params.end_token_ids(eos_token_ids) if num_generated < params.min_tokens else ()
+    guide = sequence.guide
+    if guide is not None:  # it works while the model does
+        guide.prepare(sequence.output_token_ids, num_generated)
     return SampleRow(
         params=params,
         seed=sequence.seed,
@@ -151,4 +154,5 @@ def _sample_row(sequence: Sequence, eos_token_ids: tuple[int, ...]) -> SampleRow
         output_token_ids=sequence.output_token_ids,
         forbidden_token_ids=forbidden,
         num_candidates=0 if sequence.request.search is None else sequence.request.search.num_candidates,
+        guide=guide,
     )

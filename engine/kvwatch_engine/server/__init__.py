@@ -9,6 +9,7 @@
     refusals.py       parameters that are not implemented and would change the answer
     sampling.py       a request's fields -> `SamplingParams`, validated
     beams.py          what a beam search may be asked for
+    guided.py         a request's fields -> the grammar that its text must keep to
     chat_template.py  messages -> the model's prompt text
     tokenizer.py      text <-> token ids, bytes of a token
     prompts.py        templates and tokenisation off the event loop, lengths checked first

@@ -13,6 +13,7 @@ from kvwatch.telemetry.events.request import Operation
 from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.request import EngineClient
+from kvwatch_engine.guidance import GuideCompiler
 from kvwatch_engine.server.access import ApiKeyGuard
 from kvwatch_engine.server.adapters import AdapterOptions, Adapters, adapter_routes
 from kvwatch_engine.server.api_keys import ApiKeys
@@ -65,11 +66,12 @@ def create_app(  # noqa: PLR0913 - by keyword
     images = ImagePrompts.of_model(model, tokenizer, settings)
     prompts = PromptEncoder(tokenizer, settings, lambda: engine.max_model_len, images)
     chat_settings = settings if images is None else settings.with_room_for_images()
+    guides = GuideCompiler(tokenizer.to_json(), model.vocab_size, model.eos_token_ids, settings.guidance)
     drain = Drain(max(1, round(settings.drain_seconds)))
     generations = Generations(engine, dispatcher, model, tokenizer, settings)
     models = ServedModels(engine, model)
-    chat = ChatPlanner(engine, models, tokenizer, prompts, settings)
-    completions = CompletionPlanner(engine, models, tokenizer, prompts, settings)
+    chat = ChatPlanner(engine, models, tokenizer, prompts, guides, settings)
+    completions = CompletionPlanner(engine, models, tokenizer, prompts, guides, settings)
     routes: list[BaseRoute] = [
         _post(_CHAT, GenerationEndpoint(chat, generations, drain, chat_settings)),
         _post(_COMPLETIONS, GenerationEndpoint(completions, generations, drain, settings)),
@@ -93,6 +95,7 @@ def create_app(  # noqa: PLR0913 - by keyword
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         yield
         prompts.close()
+        await guides.close()
 
     app = Starlette(
         routes=routes,

@@ -8,6 +8,7 @@ from kvwatch_engine.server.bodies import decode_body
 from kvwatch_engine.server.choice import ChoiceDelta
 from kvwatch_engine.server.conversation import conversation
 from kvwatch_engine.server.generation import Job
+from kvwatch_engine.server.guided import requested_grammar
 from kvwatch_engine.server.logprobs import BytesOf, chat_logprobs
 from kvwatch_engine.server.planning import Planner
 from kvwatch_engine.server.protocol.chat import (
@@ -37,6 +38,7 @@ class ChatPlanner(Planner):
         request = decode_body(body, ChatRequest)
         adapter = self.adapter_of(request.model)
         refuse_unsupported(request)
+        grammar = requested_grammar(request, self.guides.limits)
         head = self.head(request, "chatcmpl", adapter)
         stops = stop_strings(request, self.settings)
         urgency = self.urgency(request)
@@ -57,6 +59,7 @@ class ChatPlanner(Planner):
             cache_salt=self.salt(request),
             urgency=urgency,
             adapter=adapter,
+            guide=await self.guide(grammar),
         )
         bytes_of = self.tokenizer.token_bytes if sampling.logprobs is not None else None
         return Plan(job=job, shape=ChatShape(head, bytes_of), is_stream=bool(request.stream))

@@ -10,6 +10,7 @@ from kvwatch_engine.server.beams import beam_params
 from kvwatch_engine.server.bodies import decode_body
 from kvwatch_engine.server.choice import ChoiceDelta
 from kvwatch_engine.server.generation import Job
+from kvwatch_engine.server.guided import requested_grammar
 from kvwatch_engine.server.logprobs import BytesOf, completion_logprobs
 from kvwatch_engine.server.planning import Planner
 from kvwatch_engine.server.protocol.completions import (
@@ -43,6 +44,7 @@ class CompletionPlanner(Planner):
         request = decode_body(body, CompletionRequest)
         adapter = self.adapter_of(request.model)
         refuse_unsupported(request)
+        grammar = requested_grammar(request, self.guides.limits)
         head = self.head(request, "cmpl", adapter)
         _refuse_combinations(request, num_choices(request, self.settings))
         prompts = self._prompts(request)
@@ -63,6 +65,7 @@ class CompletionPlanner(Planner):
             cache_salt=self.salt(request),
             urgency=urgency,
             adapter=adapter,
+            guide=await self.guide(grammar),
         )
         echoes = [await self._text(prompt) for prompt in prompts] if request.echo else []
         shape = CompletionShape(head, sampling, self.tokenizer.token_bytes, echoes)

@@ -10,6 +10,7 @@
     ├── AdapterLoadingIsOff   403
     ├── AdminKeyNeeded        403
     └── GenerationFailed      500, 503 when the server ended it, or 504 when its time was over
+        └── GuideGaveUp       400
     ClientGone                nobody is left to answer
 
 The engine's `RequestInvalid` becomes 400, or 404 when its model is gone; its `EngineOverloaded` 429 (queue full) or 503
@@ -121,6 +122,15 @@ class GenerationFailed(ApiError):
     def __init__(self, message: str, *, status: int, code: str) -> None:
         super().__init__(message, code=code)
         self.status = status
+
+
+class GuideGaveUp(GenerationFailed):
+    """The request's grammar took too much work on the way."""
+
+    type = INVALID_REQUEST
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=400, code="invalid_grammar")
 
 
 def shorten(text: str, limit: int = 64) -> str:

@@ -9,6 +9,7 @@ from starlette.types import Receive
 
 from kvwatch_engine.contracts.adapter import Adapter
 from kvwatch_engine.contracts.errors import rejection_reason
+from kvwatch_engine.contracts.guidance import Guide
 from kvwatch_engine.contracts.image import PromptImage
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.request import (
@@ -21,7 +22,7 @@ from kvwatch_engine.contracts.request import (
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.server.choice import Choice, ChoiceDelta
 from kvwatch_engine.server.dispatcher import Mailbox, OutputDispatcher
-from kvwatch_engine.server.errors import GenerationFailed
+from kvwatch_engine.server.errors import GenerationFailed, GuideGaveUp
 from kvwatch_engine.server.protocol.reply import PromptTokensDetails, Usage
 from kvwatch_engine.server.settings import ServerSettings
 from kvwatch_engine.server.stop_strings import StopMatcher, StopStrings
@@ -54,6 +55,8 @@ class Job:
     urgency: Urgency = Urgency()
     adapter: Adapter | None = None
     """LoRA adapter that computes it; none is the base model."""
+    guide: Guide | None = None
+    """Grammar that each text keeps to; none if they are free."""
     origin: RequestOrigin = field(default_factory=RequestOrigin)
 
     def requests(self) -> list[GenerationRequest]:
@@ -69,6 +72,7 @@ class Job:
                 tenant_salt=self.tenant_salt,
                 origin=self.origin,
                 load_id=None if self.adapter is None else self.adapter.load_id,
+                guide=self.guide,
                 priority=self.urgency.priority,
                 deadline_seconds=self.urgency.deadline_seconds,
             )
@@ -209,6 +213,8 @@ def _raise_if_failed(output: SequenceOutput) -> None:
         raise GenerationFailed(
             "the server ended this request before it was complete; send it again", status=503, code="aborted"
         )
+    if output.is_guide_error:
+        raise GuideGaveUp(output.error)
     if output.finish_reason is FinishReason.ERROR:
         # The engine's own words may name files of this machine; they are in its log.
         raise GenerationFailed("the engine failed on this request", status=500, code="engine_error")

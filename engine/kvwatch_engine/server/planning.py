@@ -10,7 +10,9 @@ import structlog
 from kvwatch.telemetry.events.request import Operation
 from kvwatch_engine.contracts.adapter import Adapter
 from kvwatch_engine.contracts.errors import RequestInvalid
+from kvwatch_engine.contracts.guidance import Guide
 from kvwatch_engine.contracts.request import EngineClient
+from kvwatch_engine.guidance import Grammar, GuideCompiler
 from kvwatch_engine.server.errors import shorten
 from kvwatch_engine.server.generation import Urgency
 from kvwatch_engine.server.models import ServedModels
@@ -39,6 +41,7 @@ class Planner(ABC):
         models: ServedModels,
         tokenizer: Tokenizer,
         prompts: PromptEncoder,
+        guides: GuideCompiler,
         settings: ServerSettings,
     ) -> None:
         self._engine = engine
@@ -46,6 +49,7 @@ class Planner(ABC):
         self.model = models.base
         self.tokenizer = tokenizer
         self.prompts = prompts
+        self.guides = guides
         self.settings = settings
 
     @abstractmethod
@@ -128,6 +132,15 @@ class Planner(ABC):
                 param="deadline_seconds",
             )
         return Urgency(priority=priority, deadline_seconds=seconds)
+
+    async def guide(self, grammar: Grammar | None) -> Guide | None:
+        """Return what keeps a text within a grammar; none if it is free.
+
+        Raises:
+            RequestInvalid: the grammar cannot be compiled, or not within its bounds.
+            EngineOverloaded: too many wait to be compiled.
+        """
+        return None if grammar is None else await self.guides.compile(grammar)
 
     def _fingerprint(self, adapter: Adapter | None) -> str:
         """Return what changes whenever the weights do that a request is computed with."""

@@ -1,6 +1,8 @@
 """The server's limits and time-outs, already validated."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from kvwatch_engine.guidance import GuidanceLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,8 @@ class ServerSettings:
     """Most pixels of one image: decoded it takes some bytes for each."""
     max_pending_image_bytes: int = 256 * 1024 * 1024
     """Most bytes of images that wait to be decoded; more are answered 429."""
+    guidance: GuidanceLimits = field(default_factory=GuidanceLimits)
+    """How large grammars may be that texts keep to, and what they may take."""
     body_seconds: float = 30.0
     """Time in which a body must have arrived."""
     write_seconds: float = 60.0

@@ -78,6 +78,13 @@ class Tokenizer:
             return ByteLevelDetokenizer(self._text_bytes)
         return WindowDetokenizer(self.decode, is_silent=self._is_silent, is_byte=self._is_byte)
 
+    def to_json(self) -> str:
+        """Return it as tokenizer.json, without what it does to many texts at once."""
+        copy = RustTokenizer.from_str(self._rust.to_str())
+        copy.no_padding()
+        copy.no_truncation()
+        return copy.to_str()
+
     def name_of(self, token_id: int) -> str:
         """Return how a token is written in the vocabulary.
 

@@ -238,12 +238,11 @@ def test_what_does_not_go_together_with_a_beam_search_is_refused_by_name(fields:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}), ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("tool_choice", {"type": "function"}),
         ("functions", [{}]), ("function_call", {"name": "f"}), ("audio", {"voice": "alloy"}),
         ("modalities", ["text", "audio"]), ("prediction", {"type": "content"}), ("web_search_options", {}),
-        ("prompt_logprobs", 1), ("prompt_logprobs", 0), ("prompt_logprobs", -1), ("guided_json", {}),
-        ("guided_regex", "a"), ("guided_choice", ["a"]), ("guided_grammar", "a"), ("structured_outputs", {}),
+        ("prompt_logprobs", 1), ("prompt_logprobs", 0), ("prompt_logprobs", -1),
+        ("guided_decoding_backend", "outlines"), ("guided_whitespace_pattern", " "),
         ("bad_words", ["a"]), ("allowed_token_ids", [1]),
         ("logits_processors", ["a"]), ("truncate_prompt_tokens", 5), ("prompt_embeds", "a"),
         ("include_stop_str_in_output", True), ("skip_special_tokens", False), ("add_generation_prompt", False),

@@ -8,6 +8,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from kvwatch_engine.server.protocol.guided import ResponseFormat, StructuredOutputs
+
 
 class StreamOptions(Struct):
     """`stream_options`."""
@@ -48,6 +50,15 @@ class GenerationFields(Struct, kw_only=True):
     """0 is served first."""
     deadline_seconds: float | None = None
     """The request ends with an error when it is not complete after this time."""
+    response_format: ResponseFormat | None = None
+    """What the text must be; at most one of this and the following."""
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json: str | dict[str, object] | None = None
+    """JSON Schema, or a text that is one."""
+    guided_regex: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """The newer form of the four before."""
 
     # Not implemented: all of these would change the answer.
     add_special_tokens: object = None
@@ -57,11 +68,8 @@ class GenerationFields(Struct, kw_only=True):
     ebnf: object = None
     function_call: object = None
     functions: object = None
-    guided_choice: object = None
     guided_decoding_backend: object = None
-    guided_grammar: object = None
-    guided_json: object = None
-    guided_regex: object = None
+    guided_whitespace_pattern: object = None
     include_stop_str_in_output: object = None
     json_schema: object = None
     logits_processors: object = None
@@ -70,11 +78,9 @@ class GenerationFields(Struct, kw_only=True):
     prompt_embeds: object = None
     prompt_logprobs: object = None
     regex: object = None
-    response_format: object = None
     return_tokens_as_token_ids: object = None
     skip_special_tokens: object = None
     spaces_between_special_tokens: object = None
-    structured_outputs: object = None
     tool_choice: object = None
     tools: object = None
     truncate_prompt_tokens: object = None
