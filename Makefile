@@ -1,7 +1,7 @@
 # The whole contributor interface. Each target sets up what it needs; flags go through ARGS, for instance
 #   make serve ARGS="--port 8001 --num-blocks 500"
 #   make test ARGS="-k scheduler -x"
-.PHONY: install serve observatory dashboards-preview test test-all test-gpu test-vllm test-sglang test-ray check fix bench bench-gpu study mutate derive lock clean help
+.PHONY: install serve observatory dashboards-preview test test-all test-gpu test-vllm test-sglang test-ray check fix bench bench-gpu models study mutate derive lock clean help
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
@@ -113,6 +113,9 @@ lock: $(STAMP) ## the versions of everything in the container images, as pip cho
 # Beside vLLM's block manager where `make test-vllm` has built an environment for it.
 bench: $(STAMP) ## benchmarks as JSON; exits 1 when a budget is missed
 	$(if $(wildcard $(VLLM_STAMP)),VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python) $(BIN)/python tests/perf/bench.py $(ARGS)
+
+models: $(STAMP) ## try every family of models against transformers, and write the table of docs/models.md
+	PYTHONPATH=tests $(BIN)/python tests/models_page.py $(ARGS)
 
 study: $(STAMP) ## what the engine's defaults rest on: tables and plots under docs/studies
 	PYTHONPATH=tests/perf $(BIN)/python tests/studies/run.py $(ARGS)

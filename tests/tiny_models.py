@@ -131,7 +131,7 @@ def with_random_weights(make: Callable[[], PreTrainedModel], seed: int, *, norm_
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Wide enough that attention is not uniform and that the best two logits differ clearly.
-                mean = norm_mean if "norm" in name else 0.0
+                mean = norm_mean if "norm" in name or ".ln_" in name else 0.0
                 fan_in = parameter[0].numel()
                 parameter.normal_(mean, 0.3 if parameter.dim() == 1 else fan_in**-0.5 * 1.5)
     return model

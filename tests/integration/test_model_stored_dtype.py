@@ -10,7 +10,8 @@ from safetensors import safe_open
 from tiny_models import embedded_model_folder, random_model
 from transformers import AutoModelForCausalLM
 
-from kvwatch_engine.model.decoder_config import decoder_config, read_config
+from kvwatch_engine.model.config_file import read_config
+from kvwatch_engine.model.decoder_config import decoder_config
 from kvwatch_engine.model.loader import load_model
 from kvwatch_engine.model.weights import load_weights, weight_files
 from kvwatch_kernels.linear import is_fast

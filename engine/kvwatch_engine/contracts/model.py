@@ -2,9 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from kvwatch_engine.contracts.cache import KVGroup
 from kvwatch_engine.contracts.image import ImageInput
+
+LoadedImplementation = Literal["lean", "transformers"]
+"""What computes a model's layers: this package's own decoder, or transformers' modules over the paged cache."""
+
+ModelImplementation = Literal["auto", LoadedImplementation]
+"""What may be asked for; `auto` is the lean decoder where it knows the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +34,7 @@ class ModelInfo:
     folder: Path
     """Hugging Face folder with its configuration, tokenizer and chat template."""
     architecture: str
+    implementation: LoadedImplementation = "lean"
     num_layers: int
     num_heads: int
     num_kv_heads: int

@@ -2,6 +2,9 @@
 
     loader.py           load_model: from a name to a `LoadedModel`
     sources.py          what a name means: folder, hub, GGUF file, the embedded model
+    config_file.py      config.json, and what no path can compute
+    lean.py, parts.py   a folder for our own decoder; what any path makes of a folder
+    transformers_backend/  any other decoder of transformers over the paged cache
     gguf_conversion.py  GGUF file -> Hugging Face folder, once and atomically
     weights.py          safetensors -> fused weights
     fingerprint.py      what makes two sets of weights the same
@@ -11,6 +14,7 @@
     decoder.py          forward pass over packed tokens
     linear.py  rope.py  its two building blocks
     adapters.py         LoRA adapters in memory; lora_files.py, lora_config.py read them, lora.py computes
+    causal_model.py     what the runner needs of a model's layers, whoever computes them
     attention.py        the only door to the attention kernels
     runner.py           one step: copies, forward, sampling
     sampler.py          logits -> tokens; logit_changes.py, drawing.py, logprobs.py are its parts

@@ -8,7 +8,7 @@ import torch
 
 from kvwatch_engine.contracts.adapter import DEFAULT_MAX_RANK, Adapter, AdapterSpan, LoadId
 from kvwatch_engine.contracts.errors import AdapterError, is_out_of_memory
-from kvwatch_engine.model.decoder_config import DecoderConfig
+from kvwatch_engine.model.decoder_config import SUPPORTED_ARCHITECTURES, DecoderConfig
 from kvwatch_engine.model.lora import LoraStep, LoraWeights
 from kvwatch_engine.model.lora_files import LoraTarget, read_adapter
 
@@ -22,7 +22,7 @@ class AdapterStore:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: DecoderConfig | None,
         dtype: torch.dtype,
         device: torch.device,
         decoder_name: Callable[[str], str | None] = str,
@@ -31,7 +31,7 @@ class AdapterStore:
         """Create the store of a model.
 
         Args:
-            config: the model's shape.
+            config: the model's shape; none if its layers are transformers' own, to which no adapter can be added.
             dtype: what it computes in; adapters are converted to it.
             device: where it computes.
             decoder_name: gives the name in the decoder of what a model with further parts calls a module.
@@ -50,6 +50,11 @@ class AdapterStore:
         Raises:
             AdapterError: something is wrong with it; nothing was changed.
         """
+        if self._config is None:
+            raise AdapterError(
+                f"adapter {name!r} cannot be loaded: this model's layers are transformers' own, and adapters are "
+                f"supported for {', '.join(SUPPORTED_ARCHITECTURES.values())} only"
+            )
         target = LoraTarget(self._config, self._dtype, self._device, self.max_rank, self._decoder_name)
         try:
             with torch.inference_mode():

@@ -10,6 +10,7 @@ from kvwatch_engine.contracts.step import GroupBlocks, Int32Array, StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.kv_groups import ONE_GROUP, LayerPlaces
 from kvwatch_kernels.cpu.warmup import warm_up
+from kvwatch_kernels.kv_store import kv_store
 from kvwatch_kernels.paged_attention import AttentionBatch
 from kvwatch_kernels.rotary import rotate_and_store
 from kvwatch_kernels.slots import SlotMapping
@@ -98,7 +99,34 @@ class StepAttention:
             value_scales=value_scales,
         )
 
-    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write a layer's keys and values to the cache.
+
+        Args:
+            layer: index of the layer.
+            key: `[num_tokens, num_kv_heads, head_dim]`, last dimension contiguous, rotated as the model does.
+            value: `[num_tokens, num_kv_heads, head_dim]`, last dimension contiguous.
+        """
+        group, place = self._places.of(layer)
+        key_scales, value_scales = self._cache.layer_scales(place)
+        kv_store(
+            key,
+            value,
+            *self._cache.layer(place),
+            self._slots[group],
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
         """Attend to everything in the cache that each query may see, the step's own tokens included.
 
         Args:
@@ -106,6 +134,7 @@ class StepAttention:
             query: `[num_tokens, num_heads, head_dim]`, last dimension contiguous.
             scale: factor on the products of queries and keys.
             sliding_window: tokens that a query sees, itself included; none sees all.
+            soft_cap: bound of the scores; none if there is none.
 
         Returns:
             `[num_tokens, num_heads * head_dim]`, contiguous.
@@ -119,6 +148,7 @@ class StepAttention:
                 *self._cache.layer(place),
                 scale=scale,
                 sliding_window=sliding_window,
+                soft_cap=soft_cap,
                 key_scales=key_scales,
                 value_scales=value_scales,
             )

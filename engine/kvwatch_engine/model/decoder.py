@@ -84,7 +84,19 @@ class LayerAttention(Protocol):
         """Rotate a layer's queries and keys, write keys and values to the cache; return the queries."""
         ...
 
-    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write a layer's keys, already rotated, and values to the cache."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
         """Attend to what each query may see; return `[num_tokens, num_heads * head_dim]`."""
         ...
 
@@ -117,6 +129,7 @@ class Decoder:
     ) -> None:
         """Make a decoder; `rotary` is that of all layers, or of each of them."""
         self.config = config
+        self.can_be_captured = True
         self.dtype = weights.norm.dtype
         self.device = weights.norm.device
         self._weights = weights

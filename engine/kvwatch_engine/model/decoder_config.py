@@ -1,11 +1,8 @@
 """The shape of a decoder, read from a model's configuration."""
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from kvwatch_engine.contracts.errors import ModelError
 
@@ -23,32 +20,12 @@ IMAGE_ARCHITECTURES = {"llava": "LlavaForConditionalGeneration"}
 
 SUPPORTED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
-STATE_SPACE_TYPES = frozenset(
-    {
-        "bamba",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "jamba",
-        "lfm2",
-        "mamba",
-        "mamba2",
-        "minimax",
-        "nemotron_h",
-        "qwen3_next",
-        "recurrent_gemma",
-        "rwkv",
-        "zamba",
-        "zamba2",
-    }
-)
-"""transformers' types of models with layers that keep a state."""
-
 _WITH_ATTENTION_BIAS = ("llama", "qwen3", "gemma3_text")
 """Types that have biases in all of attention's linear layers if their configuration says so."""
 
-_STATE_SPACE_KEYS = ("mamba_", "ssm_", "linear_conv_", "conv_L_cache", "hybrid_override_pattern")
-"""What keys of other such configurations begin with."""
+
+class UnsupportedByDecoder(ModelError):
+    """This package's decoder does not compute such a model; another path may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,65 +64,25 @@ class DecoderConfig:
     """Of each layer: tokens that a query sees, itself included; none sees all."""
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
-    """Read a model folder's configuration.
-
-    Raises:
-        ModelError: there is none, it cannot be read, or it is of a kind that is not supported.
-    """
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise ModelError(f"{folder} has no config.json; give a Hugging Face model folder") from error
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path} holds a {type(raw).__name__} instead of an object")
-    _check_supported(raw)
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds, and all mean the same to a user
-        raise ModelError(f"{path} is not a valid configuration: {error}") from error
-
-
-def _check_supported(raw: dict[str, Any]) -> None:
-    """Refuse what would load and then compute something else.
-
-    Raises:
-        ModelError: says what is not supported, and what is.
-    """
-    model_type = raw.get("model_type")
-    known = SUPPORTED_ARCHITECTURES | IMAGE_ARCHITECTURES
-    expected = known.get(str(model_type))
-    architectures = raw.get("architectures") or [expected]
-    if expected is None or expected not in architectures:
-        name = architectures[0] or f"of model type {model_type!r}"
-        supported = ", ".join(known.values())
-        if model_type in STATE_SPACE_TYPES or any(key.startswith(_STATE_SPACE_KEYS) for key in raw):
-            raise ModelError(
-                f"architecture {name} is not supported: some of its layers keep a recurrent state, which is no "
-                f"sequence of keys and values and does not fit the blocks of a KV cache; supported: {supported}"
-            )
-        raise ModelError(f"architecture {name} is not supported; supported: {supported}")
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
-        raise ModelError(f"weights quantised with {method!r} are not supported; use plain weights or a GGUF file")
+def is_known(config: PreTrainedConfig) -> bool:
+    """Whether a configuration is that of an architecture of this package, with or without a vision tower."""
+    expected = (SUPPORTED_ARCHITECTURES | IMAGE_ARCHITECTURES).get(config.model_type)
+    return expected is not None and expected in (config.architectures or [expected])
 
 
 def decoder_config(config: PreTrainedConfig) -> DecoderConfig:
     """Translate a transformers configuration of a supported architecture.
 
     Raises:
-        ModelError: its activation function is not supported, or its context holds no prompt with an answer.
+        UnsupportedByDecoder: it does what this package does not compute.
+        ModelError: its context holds no prompt with an answer.
     """
     model_type = config.model_type
     is_gemma = model_type == "gemma3_text"
     activation = config.hidden_activation if is_gemma else config.hidden_act
     if activation not in SUPPORTED_ACTIVATIONS:
         supported = ", ".join(SUPPORTED_ACTIVATIONS)
-        raise ModelError(f"activation {activation!r} is not supported; supported: {supported}")
+        raise UnsupportedByDecoder(f"activation {activation!r} is not supported; supported: {supported}")
     if is_gemma:
         _check_gemma(config)
     attention_bias = bool(getattr(config, "attention_bias", False))
@@ -159,7 +96,7 @@ def decoder_config(config: PreTrainedConfig) -> DecoderConfig:
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
-        max_position=_max_position(config),
+        max_position=longest_context(config),
         rms_norm_eps=config.rms_norm_eps,
         has_tied_embeddings=bool(config.tie_word_embeddings),
         # Qwen2 has these biases whatever its configuration says; Mistral never has any.
@@ -180,25 +117,34 @@ def _check_gemma(config: PreTrainedConfig) -> None:
     """Refuse what other members of the family do and this package does not compute.
 
     Raises:
-        ModelError: says what.
+        UnsupportedByDecoder: says what.
     """
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None) is not None:
-            raise ModelError(f"{name} is {getattr(config, name)}: soft caps of {config.model_type} are not supported")
+            raise UnsupportedByDecoder(
+                f"{name} is {getattr(config, name)}: soft caps of {config.model_type} are not supported"
+            )
     if getattr(config, "use_bidirectional_attention", False):
-        raise ModelError("use_bidirectional_attention is set: only causal attention is supported")
+        raise UnsupportedByDecoder("use_bidirectional_attention is set: only causal attention is supported")
 
 
-def _max_position(config: PreTrainedConfig) -> int:
-    """Return the longest context; yarn configurations give the length before stretching, and the factor.
+def longest_context(config: PreTrainedConfig) -> int:
+    """Return the longest context in tokens.
+
+    Yarn configurations give the length before stretching, and the factor. Longrope ones change their frequencies where
+    the first length ends, which would void keys that are in the cache by then: that length is the longest.
 
     Raises:
-        ModelError: no prompt with an answer fits.
+        ModelError: the configuration does not say, or no prompt with an answer fits.
     """
-    rope = config.rope_parameters
-    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    longest = getattr(config, "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        raise ModelError("the configuration has no max_position_embeddings; add the longest context in tokens")
     if rope.get("rope_type") == "yarn" and rope.get("factor"):
         longest = max(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    if rope.get("rope_type") == "longrope":
+        longest = min(longest, int(rope["original_max_position_embeddings"]))
     if longest < 2:
         raise ModelError(f"max_position_embeddings is {longest}: a prompt and an answer need at least 2 positions")
     return longest

@@ -10,7 +10,7 @@ from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.staging import StagedStep
 from kvwatch_kernels.triton.attention import DeviceBatch, triton_paged_attention
-from kvwatch_kernels.triton.store import triton_rotate_and_store
+from kvwatch_kernels.triton.store import triton_kv_store, triton_rotate_and_store
 
 
 class DeviceAttention:
@@ -68,7 +68,28 @@ class DeviceAttention:
         )
         return qkv[:, : qkv.shape[1] - 2 * self._cache.spec.num_kv_heads]
 
-    def attend(self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None) -> torch.Tensor:
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write a layer's keys and values to the cache; see `StepAttention`."""
+        group, place = self._places.of(layer)
+        key_scales, value_scales = self._cache.layer_scales(place)
+        triton_kv_store(
+            key,
+            value,
+            *self._cache.layer(place),
+            self._slots[group],
+            key_scales=key_scales,
+            value_scales=value_scales,
+        )
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
         """Attend to what each query may see; see `StepAttention`."""
         group, place = self._places.of(layer)
         key_scales, value_scales = self._cache.layer_scales(place)
@@ -79,6 +100,7 @@ class DeviceAttention:
             self._batches[group],
             scale=scale,
             sliding_window=sliding_window,
+            soft_cap=soft_cap,
             key_scales=key_scales,
             value_scales=value_scales,
             out=out,

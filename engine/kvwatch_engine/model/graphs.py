@@ -22,7 +22,8 @@ from kvwatch_engine.contracts.block import NULL_BLOCK, PAD_SLOT
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.step import GroupBlocks, Int64Array, StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
-from kvwatch_engine.model.decoder import Decoder, LayerAttention, StepAdapters, StepImages
+from kvwatch_engine.model.causal_model import CausalModel
+from kvwatch_engine.model.decoder import LayerAttention, StepAdapters, StepImages
 from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.staging import StagedStep, StagingSizes, StepStaging
 
@@ -57,7 +58,7 @@ class DeviceForward:
     """Forward passes of one decoder over one cache. Engine thread only."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, model: ModelInfo, attention: AttentionFactory | None = None
+        self, decoder: CausalModel, cache: KVCache, model: ModelInfo, attention: AttentionFactory | None = None
     ) -> None:
         """Bind a decoder to a cache on the same device.
 
@@ -94,11 +95,11 @@ class DeviceForward:
     def capture(self, max_tokens: int) -> None:
         """Make room for steps of `max_tokens` tokens, and capture all buckets of decode steps that can occur.
 
-        Nothing is written to the cache.
+        A model that cannot be captured runs kernel by kernel in every step. Nothing is written to the cache.
         """
         with self._on_stream():
             self._make_room(StagingSizes(max_tokens, max_tokens, self._max_blocks, self._num_groups))
-            buckets = decode_buckets(max_tokens)
+            buckets = decode_buckets(max_tokens) if self._decoder.can_be_captured else ()
             for bucket in reversed(buckets):  # the largest first: the others fit into its memory
                 self._replays[bucket] = self._captured(bucket)
             self._buckets = buckets

@@ -4,25 +4,31 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 import torch
+from transformers import PreTrainedConfig
 
 from kvwatch.errors import KVWatchError
 from kvwatch_engine.contracts.cache import QUANTISED_DTYPES, KVCacheSpec, KVDtype
 from kvwatch_engine.contracts.errors import ModelError
-from kvwatch_engine.contracts.model import ModelInfo
+from kvwatch_engine.contracts.model import ModelImplementation, ModelInfo
 from kvwatch_engine.model.adapters import AdapterStore
-from kvwatch_engine.model.decoder import Decoder
-from kvwatch_engine.model.decoder_config import IMAGE_ARCHITECTURES, decoder_config, read_config
+from kvwatch_engine.model.causal_model import CausalModel
+from kvwatch_engine.model.config_file import read_config
+from kvwatch_engine.model.decoder_config import UnsupportedByDecoder, is_known, longest_context
 from kvwatch_engine.model.dtypes import choose_dtype
 from kvwatch_engine.model.fingerprint import weights_fingerprint
 from kvwatch_engine.model.generation import eos_token_ids, read_generation_config, sampling_defaults
 from kvwatch_engine.model.image_encoder import ImageEncoder
 from kvwatch_engine.model.kv_groups import kv_groups
-from kvwatch_engine.model.llava import decoder_name, takes_images, text_config
-from kvwatch_engine.model.rope import rotary_embeddings
+from kvwatch_engine.model.lean import load_lean
+from kvwatch_engine.model.llava import takes_images
+from kvwatch_engine.model.parts import ModelParts
 from kvwatch_engine.model.sources import resolve_source
-from kvwatch_engine.model.vision_tower import load_vision_tower
-from kvwatch_engine.model.weights import load_weights, weight_files
+from kvwatch_engine.model.transformers_backend.load import load_transformers
+from kvwatch_engine.model.weights import weight_files
+
+logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,7 @@ class LoadedModel:
     """A model in memory."""
 
     info: ModelInfo
-    decoder: Decoder
+    decoder: CausalModel
     adapters: AdapterStore
     """LoRA adapters beside it."""
     images: ImageEncoder | None = None
@@ -65,6 +71,7 @@ def load_model(
     served_name: str | None = None,
     cache_dir: Path | None = None,
     device: torch.device | None = None,
+    implementation: ModelImplementation = "auto",
 ) -> LoadedModel:
     """Load a model.
 
@@ -77,12 +84,13 @@ def load_model(
         served_name: name under which the model is served; none takes it from the source.
         cache_dir: where converted models are kept; none means `sources.default_cache_dir()`.
         device: to compute on, see `choose_device`; none means the CPU.
+        implementation: what computes its layers; `auto` takes the lean decoder where it knows the model.
 
     Raises:
         ModelError: the model does not exist, is damaged, or of a kind that is not supported.
     """
     try:
-        return _load(source, dtype, served_name, cache_dir, device or torch.device("cpu"))
+        return _load(source, dtype, served_name, cache_dir, device or torch.device("cpu"), implementation)
     except KVWatchError:
         raise
     except Exception as error:  # damaged files make readers raise every kind; to a user all mean the same
@@ -92,43 +100,66 @@ def load_model(
 
 
 def _load(
-    source: str, dtype: str, served_name: str | None, cache_dir: Path | None, device: torch.device
+    source: str,
+    dtype: str,
+    served_name: str | None,
+    cache_dir: Path | None,
+    device: torch.device,
+    implementation: ModelImplementation,
 ) -> LoadedModel:
     choice = choose_dtype(dtype, device)
     found = resolve_source(source, cache_dir)
     config = read_config(found.folder)
-    text = text_config(config)
-    shape = decoder_config(text)
-    rotaries = rotary_embeddings(text, shape.head_dim, device)
     generation = read_generation_config(found.folder)
     files = weight_files(found.folder)
     # Hashing frees the interpreter, so it runs beside the loading, which mostly waits for memory.
-    with ThreadPoolExecutor(1, thread_name_prefix="fingerprint") as executor, torch.inference_mode():
+    with ThreadPoolExecutor(1, thread_name_prefix="fingerprint") as executor:
         fingerprint = executor.submit(weights_fingerprint, files)
-        rename = decoder_name if takes_images(config) else None
-        weights = load_weights(files, shape, choice.dtype, device, rename)
-        encoder = None
-        if takes_images(config):
-            encoder = ImageEncoder(load_vision_tower(files, config, choice.dtype, device))
+        parts = _load_parts(found.folder, files, config, choice.dtype, device, implementation)
+    network, shape, images = parts.network, parts.shape, parts.images
     info = ModelInfo(
         name=served_name or found.name,
         folder=found.folder,
-        architecture=IMAGE_ARCHITECTURES.get(config.model_type, shape.architecture),
-        num_layers=shape.num_layers,
+        architecture=parts.architecture,
+        implementation=parts.implementation,
+        num_layers=len(shape.sliding_windows),
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        max_position=shape.max_position,
-        eos_token_ids=eos_token_ids(found.folder, generation, text),
+        hidden_size=parts.text.hidden_size,
+        vocab_size=parts.text.vocab_size,
+        max_position=longest_context(parts.text),
+        eos_token_ids=eos_token_ids(found.folder, generation, parts.text),
         sampling_defaults=sampling_defaults(generation),
         dtype=choice.name,
         dtype_reason=choice.reason,
         groups=kv_groups(shape.sliding_windows),
         weights_fingerprint=fingerprint.result(),
-        weights_bytes=weights.num_bytes + (encoder.num_bytes if encoder is not None else 0),
-        images=encoder.input if encoder is not None else None,
+        weights_bytes=parts.weights_bytes,
+        images=images.input if images is not None else None,
     )
-    adapters = AdapterStore(shape, choice.dtype, device, decoder_name if takes_images(config) else str)
-    return LoadedModel(info, Decoder(shape, weights, rotaries), adapters, encoder)
+    return LoadedModel(info, network, parts.adapters, images)
+
+
+def _load_parts(
+    folder: Path,
+    files: tuple[Path, ...],
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    implementation: ModelImplementation,
+) -> ModelParts:
+    """Load by the implementation that was asked for, or by the lean decoder where it computes such a model.
+
+    Raises:
+        ModelError: it cannot be loaded, or not by that implementation.
+    """
+    if implementation == "transformers" or (implementation == "auto" and not is_known(config)):
+        return load_transformers(folder, config, dtype, device)
+    try:
+        return load_lean(files, config, dtype, device)
+    except UnsupportedByDecoder as error:
+        if implementation == "lean" or takes_images(config):
+            raise
+        logger.info("served by transformers' own layers", reason=str(error))
+    return load_transformers(folder, config, dtype, device)

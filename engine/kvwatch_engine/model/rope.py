@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvwatch_engine.contracts.errors import ModelError
+from kvwatch_engine.model.decoder_config import UnsupportedByDecoder
 
 # `dynamic` changes its frequencies only beyond max_position_embeddings, which is the longest context served here.
 # `longrope` changes them in the middle of a sequence, which would invalidate keys that are already in the cache.
@@ -47,7 +47,7 @@ def rotary_embeddings(
         device: where positions will be; none means the CPU.
 
     Raises:
-        ModelError: a rope type is not supported, or rotates only a part of each head.
+        UnsupportedByDecoder: a rope type is not supported, or rotates only a part of each head.
     """
     num_layers = int(config.num_hidden_layers)
     if "rope_type" in config.rope_parameters:
@@ -62,12 +62,14 @@ def rotary_embedding(
     """Return the rotary embedding of a transformers configuration, or of one type of its layers.
 
     Raises:
-        ModelError: the rope type is not supported, or rotates only a part of each head.
+        UnsupportedByDecoder: the rope type is not supported, or rotates only a part of each head.
     """
     parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     rope_type = parameters["rope_type"]
     if rope_type not in SUPPORTED_ROPE_TYPES:
-        raise ModelError(f"rope type {rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")
+        raise UnsupportedByDecoder(
+            f"rope type {rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
@@ -75,7 +77,7 @@ def rotary_embedding(
         more = {} if layer_type is None else {"layer_type": layer_type}
         frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), **more)
     if len(frequencies) != head_dim // 2:
-        raise ModelError(
+        raise UnsupportedByDecoder(
             f"rope rotates {2 * len(frequencies)} of {head_dim} dimensions of each head; only whole heads are supported"
         )
     return RotaryEmbedding(frequencies.to(device), float(scaling))

@@ -240,6 +240,8 @@ def _announce(settings: ServeSettings, serving: Serving, port: int, seconds: flo
         admin=f"http://{_join(*admin.address)}/admin/v1" if admin is not None and admin.address is not None else "off",
         grpc=_join(*stream.address) if stream is not None and stream.address is not None else "off",
         model=model.name,
+        architecture=model.architecture,
+        implementation=model.implementation,
         dtype=model.dtype,
         dtype_reason=model.dtype_reason,
         kv_dtype=settings.kv_dtype,

@@ -45,6 +45,7 @@ def load(settings: ServeSettings, cache_dir: Path) -> "LoadedModel":
         served_name=settings.served_model_name,
         cache_dir=cache_dir,
         device=choose_device(settings.device),
+        implementation=settings.model_impl,
     )
 
 

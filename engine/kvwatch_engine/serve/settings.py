@@ -6,6 +6,7 @@ from kvwatch.config import setting
 from kvwatch.observatory.settings import ObservatorySettings
 from kvwatch_engine.contracts.adapter import DEFAULT_MAX_ADAPTERS, DEFAULT_MAX_RANK
 from kvwatch_engine.contracts.cache import KVDtype
+from kvwatch_engine.contracts.model import ModelImplementation
 from kvwatch_engine.contracts.settings import PreemptionMode, VictimPolicy
 from kvwatch_engine.memory.tiers.tiers import DEFAULT_TRANSFER_SECONDS
 
@@ -16,6 +17,10 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
     model: Annotated[str, setting("Model: `embedded`, a Hugging Face folder or hub name, or a .gguf file.")] = (
         "embedded"
     )
+    model_impl: Annotated[
+        ModelImplementation,
+        setting("What computes the model's layers; auto: the lean decoder where it knows the model."),
+    ] = "auto"
     cache_dir: Annotated[str | None, setting("Folder of converted models; default: ~/.cache/kvwatch.")] = None
     served_model_name: Annotated[str | None, setting("Name under which the API offers the model.")] = None
     host: Annotated[str, setting("Address of the API.")] = "127.0.0.1"

@@ -8,7 +8,8 @@ import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from kvwatch_engine.contracts.errors import ModelError
-from kvwatch_engine.model.decoder_config import decoder_config, read_config
+from kvwatch_engine.model.config_file import read_config
+from kvwatch_engine.model.decoder_config import decoder_config
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": 4}
 
@@ -21,11 +22,6 @@ def folder_with(tmp_path: Path, config: object) -> Path:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM is not supported"),
-        (
-            {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
-            "Gemma3ForConditionalGeneration is not supported",
-        ),
         (
             {"model_type": "bamba", "architectures": ["BambaForCausalLM"]},
             "BambaForCausalLM is not supported: some of its layers keep a recurrent state",
@@ -38,9 +34,8 @@ def folder_with(tmp_path: Path, config: object) -> Path:
             {"model_type": "brand_new", "architectures": ["NewForCausalLM"], "mamba_d_state": 16},
             "NewForCausalLM is not supported: some of its layers keep a recurrent state",
         ),
-        ({"model_type": "no_such_model"}, "of model type 'no_such_model' is not supported; supported: LlamaForCaus"),
+        ({"model_type": "no_such_model"}, "of model type 'no_such_model' is not supported: the transformers that is"),
         ({}, "of model type None is not supported"),
-        (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not"),
         (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantised with 'gptq' are not supported"),
         (LLAMA | {"num_attention_heads": "many"}, "not a valid configuration"),
         ("{", "is not JSON"),
