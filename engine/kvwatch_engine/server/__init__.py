@@ -12,6 +12,7 @@
     guided.py         a request's fields -> the grammar that its text must keep to
     chat_template.py  messages -> the model's prompt text
     tokenizer.py      text <-> token ids, bytes of a token
+    tokenization.py   `/tokenize`, `/detokenize`
     prompts.py        templates and tokenisation off the event loop, lengths checked first
     detokenizer.py    token by token to text, characters never broken
     stop_strings.py   stop strings across token and stream borders

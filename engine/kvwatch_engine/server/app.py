@@ -30,6 +30,7 @@ from kvwatch_engine.server.models import ServedModels, model_routes
 from kvwatch_engine.server.prompts import PromptEncoder
 from kvwatch_engine.server.request_log import RequestLog
 from kvwatch_engine.server.settings import ServerSettings
+from kvwatch_engine.server.tokenization import Tokenization, tokenization_routes
 from kvwatch_engine.server.tokenizer import Tokenizer
 
 _CHAT = "/v1/chat/completions"
@@ -76,6 +77,7 @@ def create_app(  # noqa: PLR0913 - by keyword
         _post(_CHAT, GenerationEndpoint(chat, generations, drain, chat_settings)),
         _post(_COMPLETIONS, GenerationEndpoint(completions, generations, drain, settings)),
         *model_routes(models),
+        *tokenization_routes(Tokenization(models, tokenizer, prompts, lambda: engine.max_model_len), chat_settings),
         *health_routes(engine, drain),
     ]
     adapters: Adapters | None = None

@@ -20,11 +20,10 @@ from kvwatch_engine.server.protocol.chat import (
     ChatRequest,
     ChunkChoice,
     Delta,
-    Message,
 )
 from kvwatch_engine.server.protocol.reply import Usage
 from kvwatch_engine.server.refusals import refuse_unsupported, template_variables
-from kvwatch_engine.server.sampling import check_prompt_length, sampling_params, stop_strings, too_long
+from kvwatch_engine.server.sampling import check_prompt_length, sampling_params, stop_strings
 from kvwatch_engine.server.shapes import Head, Plan
 
 
@@ -44,9 +43,10 @@ class ChatPlanner(Planner):
         urgency = self.urgency(request)
         # Checked with the shortest prompt before the real one is tokenised: a bad value costs nothing.
         sampling_params(request, 1, self.bounds())
-        self._check_number(request.messages)
-        turns = conversation(request, takes_images=self.model.images is not None)
-        prompt = await self.prompts.encode_chat(turns, template_variables(request))
+        turns = conversation(
+            request.messages, takes_images=self.model.images is not None, max_model_len=self.max_model_len
+        )
+        prompt = await self.prompts.encode_chat(turns, template_variables(request.chat_template_kwargs))
         self.log_prompt(prompt.text)
         check_prompt_length(len(prompt.token_ids), self.max_model_len, "messages")
         sampling = sampling_params(request, len(prompt.token_ids), self.bounds())
@@ -63,12 +63,6 @@ class ChatPlanner(Planner):
         )
         bytes_of = self.tokenizer.token_bytes if sampling.logprobs is not None else None
         return Plan(job=job, shape=ChatShape(head, bytes_of), is_stream=bool(request.stream))
-
-    def _check_number(self, messages: Sequence[Message]) -> None:
-        """Refuse more messages and parts than tokens fit, before each of them is looked at."""
-        num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
-        if len(messages) + num_parts > self.max_model_len:
-            raise too_long(f"there are {len(messages)} messages of {num_parts} parts", self.max_model_len, "messages")
 
 
 class ChatShape:

@@ -27,12 +27,15 @@ class ChatTemplate:
     def __init__(self, owner: _TemplateOwner) -> None:
         self._owner = owner
 
-    def render(self, messages: Sequence[ChatMessage], variables: dict[str, bool]) -> str:
+    def render(
+        self, messages: Sequence[ChatMessage], variables: dict[str, bool], *, add_generation_prompt: bool = True
+    ) -> str:
         """Return the prompt: the messages and the opening of the assistant's answer. Any thread.
 
         Args:
             messages: `role` and `content` of each.
             variables: further variables of the template, already checked (see `refusals.py`).
+            add_generation_prompt: whether the answer is opened.
 
         Raises:
             RequestInvalid: the model has no template, or its template refuses these messages.
@@ -41,7 +44,7 @@ class ChatTemplate:
             raise RequestInvalid("this model has no chat template; use /v1/completions with a prompt", param="messages")
         try:
             text = self._owner.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **variables
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
             )
         except Exception as error:  # a template is a program: besides refusing, it can fail in any way
             reason = (error.message if isinstance(error, TemplateError) else None) or type(error).__name__

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.server.errors import shorten
-from kvwatch_engine.server.protocol.chat import ChatRequest, ContentPart, Message
+from kvwatch_engine.server.protocol.chat import ContentPart, Message
+from kvwatch_engine.server.sampling import too_long
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Role in a request -> role in chat templates; `developer` is OpenAI's newer word for `system`."""
@@ -52,19 +53,24 @@ def images_of(turns: Sequence[Turn]) -> list[ImagePart]:
     return [part for turn in turns for part in turn.parts if isinstance(part, ImagePart)]
 
 
-def conversation(request: ChatRequest, *, takes_images: bool) -> list[Turn]:
+def conversation(messages: Sequence[Message], *, takes_images: bool, max_model_len: int) -> list[Turn]:
     """Return the turns of a request.
 
     Args:
-        request: the decoded body.
+        messages: its messages.
         takes_images: whether the model does.
+        max_model_len: more messages and parts than this are refused before each of them is looked at.
 
     Raises:
-        RequestInvalid: no message, an unknown role, missing content, or a part of a kind that the model does not take.
+        RequestInvalid: no message, too many, an unknown role, missing content, or a part of a kind that the model does
+            not take.
     """
-    if not request.messages:
+    if not messages:
         raise RequestInvalid("messages is empty; send at least one message", param="messages")
-    return [_turn(message, f"messages[{place}]", takes_images) for place, message in enumerate(request.messages)]
+    num_parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if len(messages) + num_parts > max_model_len:
+        raise too_long(f"there are {len(messages)} messages of {num_parts} parts", max_model_len, "messages")
+    return [_turn(message, f"messages[{place}]", takes_images) for place, message in enumerate(messages)]
 
 
 def _turn(message: Message, param: str, takes_images: bool) -> Turn:  # noqa: FBT001 (private)

@@ -66,18 +66,30 @@ class PromptEncoder:
         """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def encode_text(self, text: str, param: str) -> tuple[int, ...]:
+    async def encode_text(self, text: str, param: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the tokens of a plain prompt.
+
+        Args:
+            text: the prompt.
+            param: field of the request that it came from.
+            add_special_tokens: whether the tokenizer adds its own begin token.
 
         Raises:
             RequestInvalid: it is too long.
             EngineOverloaded: too many prompts wait for the threads.
         """
         self._check_chars(len(text), param)
-        return await self._run(lambda: self._tokenizer.encode(text, add_special_tokens=True))
+        return await self._run(lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    async def encode_chat(self, turns: Sequence[Turn], variables: dict[str, bool]) -> ChatPrompt:
+    async def encode_chat(
+        self, turns: Sequence[Turn], variables: dict[str, bool], *, add_generation_prompt: bool = True
+    ) -> ChatPrompt:
         """Return the prompt of a conversation.
+
+        Args:
+            turns: its messages.
+            variables: further variables of the template.
+            add_generation_prompt: whether the assistant's answer is opened.
 
         Raises:
             RequestInvalid: it is too long, the template refuses the messages, or an image is not as it should be.
@@ -93,7 +105,7 @@ class PromptEncoder:
             )
         self._num_pending_bytes += num_bytes
         try:
-            return await self._run(lambda: self._encode_chat(turns, variables))
+            return await self._run(lambda: self._encode_chat(turns, variables, add_generation_prompt))
         finally:
             self._num_pending_bytes -= num_bytes
 
@@ -106,17 +118,26 @@ class PromptEncoder:
         if self._images is not None:
             self._images.refuse_placeholders(token_ids, param)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a prompt that was given as tokens."""
-        return await self._run(lambda: self._tokenizer.decode(token_ids))
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a prompt that was given as tokens.
 
-    def _encode_chat(self, turns: Sequence[Turn], variables: dict[str, bool]) -> ChatPrompt:
+        Raises:
+            EngineOverloaded: too many prompts wait for the threads.
+        """
+        return await self._run(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def _encode_chat(
+        self,
+        turns: Sequence[Turn],
+        variables: dict[str, bool],
+        add_generation_prompt: bool,  # noqa: FBT001 (private)
+    ) -> ChatPrompt:
         images = self._images
         messages: list[ChatMessage] = [
             images.message(turn) if images is not None else {"role": turn.role, "content": turn.as_lines()}
             for turn in turns
         ]
-        text = self._tokenizer.chat_template.render(messages, variables)
+        text = self._tokenizer.chat_template.render(messages, variables, add_generation_prompt=add_generation_prompt)
         self._check_chars(len(text), "messages")
         # The template wrote the begin token where the model wants one.
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)

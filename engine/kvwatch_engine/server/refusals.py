@@ -68,14 +68,14 @@ def _harmless_values(request: GenerationFields) -> Iterator[tuple[str, tuple[obj
         yield "echo", (False,)
 
 
-def template_variables(request: ChatRequest) -> dict[str, bool]:
-    """Return the template variables that a request sets.
+def template_variables(asked: dict[str, object] | None) -> dict[str, bool]:
+    """Return the template variables that a request sets in `chat_template_kwargs`.
 
     Raises:
         RequestInvalid: a variable that may not be set from outside (`chat_template` among them).
     """
     variables: dict[str, bool] = {}
-    for name, value in (request.chat_template_kwargs or {}).items():
+    for name, value in (asked or {}).items():
         param = f"chat_template_kwargs.{name[:64]}"
         if name not in _TEMPLATE_VARIABLES:
             allowed = ", ".join(_TEMPLATE_VARIABLES)

@@ -68,9 +68,9 @@ class Tokenizer:
         [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out."""
-        return self._rust.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens, special ones left out unless they are asked for."""
+        return self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self) -> Detokenizer:
         """Return a fresh incremental decoder whose pieces joined equal `decode` of all tokens."""

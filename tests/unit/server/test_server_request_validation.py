@@ -50,8 +50,8 @@ def parse_chat(body: bytes, **defaults: float) -> SamplingParams:
     refuse_unsupported(request)
     wants_usage(request)
     stop_strings(request, SETTINGS)
-    conversation(request, takes_images=False)
-    template_variables(request)
+    conversation(request.messages, takes_images=False, max_model_len=MAX_MODEL_LEN)
+    template_variables(request.chat_template_kwargs)
     return sampling_params(request, 10, bounds(**defaults))
 
 
@@ -319,7 +319,7 @@ def test_text_parts_become_lines_and_developer_becomes_system() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     body = chat_body(messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}])
 
-    turns = conversation(decode_body(body, ChatRequest), takes_images=False)
+    turns = conversation(decode_body(body, ChatRequest).messages, takes_images=False, max_model_len=MAX_MODEL_LEN)
 
     assert [(turn.role, turn.as_lines()) for turn in turns] == [("system", "be brief"), ("user", "one\ntwo")]
 
