@@ -23,7 +23,7 @@ from kvwatch.errors import ConfigError
 from kvwatch.exporters.exemplars import ExemplarStore
 from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.insight.diagnosis import DiagnosisReport, EngineDiagnosis, Observation, Reading, diagnose
-from kvwatch.ledger.pace import BESIDE_SECONDS
+from kvwatch.ledger.pace import BESIDE_SECONDS, pause
 from kvwatch.ledger.view import Sample
 from kvwatch.observatory.desk import DiagnosisDesk
 from kvwatch.observatory.fleet import Fleet, LabelledSample
@@ -39,6 +39,7 @@ from kvwatch.telemetry.clock import Clock, SystemClock
 if TYPE_CHECKING:
     from kvwatch.admin.engines import AdminEngines
     from kvwatch.admin.part import AdminPart
+    from kvwatch.admin.reach import UnreachedEngine
     from kvwatch.exporters.kv_events.part import KVEvents
     from kvwatch.recorder.part import RecorderPart, RecorderSettings
     from kvwatch.stream.engines import StreamedEngines
@@ -80,6 +81,7 @@ class Sidecar:
         self._admin_engines, self.admin = _make_admin(self._plan)
         if self._admin_engines is not None:
             self._admin_engines.diagnoses = lambda: self.diagnoses().engines
+            self._admin_engines.unreached = self._list_unreached
         self._engines, self.stream = _make_stream(self._plan, self.admin)
         self.recorders: list[RecorderPart] = []
         """One for each rank, if anything is recorded."""
@@ -87,7 +89,7 @@ class Sidecar:
         """One for each rank: says what is the matter with it."""
         self.fleet = Fleet(
             metrics_listen=unless_off(settings.metrics_listen),
-            runners=[self._runner(source) for source in self.sources],
+            runners=[*(self._runner(source) for source in self.sources), self._note_reaches],
             parts=[part for part in (self.stream, self.admin) if part is not None],
             more=self._unreached,
         )
@@ -208,14 +210,32 @@ class Sidecar:
             flight_dir=found.flight_dir / name if found.flight_dir else None,
         )
 
-    def _unreached(self) -> Iterator[LabelledSample]:
-        """Tell of engines of which no rank is known that they are not reached. Any thread."""
+    async def _note_reaches(self, stop: asyncio.Event) -> None:
+        """Look once a second who is reached, so that the admin API can say since when."""
+        engines = self._admin_engines
+        while engines is not None and not stop.is_set():
+            engines.look()
+            await pause(stop)
+
+    # ------------------------------------------------------------ engines that were never reached, on any thread
+
+    def _waited_for(self) -> list[Source]:
+        """Return the sources of which no rank is known."""
         reached = {name for name, _ in tuple(self._known)}
-        for source in self.sources:
-            if source.name not in reached:
-                labels = EngineIdentity(source.name, 0, source.model_name).labels
-                yield labels, Sample(m.SOURCE_UP, (), 0)
-                yield labels, Sample(m.SOURCE_COMPLETE, (), 0)
+        return [source for source in self.sources if source.name not in reached]
+
+    def _unreached(self) -> Iterator[LabelledSample]:
+        """Tell the metrics of them."""
+        for source in self._waited_for():
+            labels = EngineIdentity(source.name, 0, source.model_name).labels
+            yield labels, Sample(m.SOURCE_UP, (), 0)
+            yield labels, Sample(m.SOURCE_COMPLETE, (), 0)
+
+    def _list_unreached(self) -> "list[UnreachedEngine]":
+        """Tell the admin API of them."""
+        from kvwatch.admin.reach import UnreachedEngine
+
+        return [UnreachedEngine(source.name, source.model_name) for source in self._waited_for()]
 
 
 def run_until_signal(settings: SidecarSettings) -> None:

@@ -5,7 +5,7 @@
     routing.py, app.py        from a request to a handler and back
     operation.py, openapi.py  what an operation is; the document that is derived from all of them
     problems.py               errors
-    engines.py, site.py       what handlers work with
+    engines.py, reach.py, site.py   what handlers work with
     operations.py             all operations
     pool.py, inspect.py, event_stream.py, config.py, act.py, adapters.py ...  handlers, each with its operations
     change_desk.py, live_config.py, declared_file.py, audit.py   changes, their expiry and their record

@@ -4,6 +4,7 @@ An engine's own process has one, and callers need not name it. A sidecar may hav
 """
 
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from kvwatch.admin import problems
 from kvwatch.admin.problems import Problem
+from kvwatch.admin.reach import Reach, ReachObserver, ReachState, UnreachedEngine
 from kvwatch.control import AdapterControl, EngineControl, LiveControl, PrefixControl
 from kvwatch.ledger.view import View
 from kvwatch.telemetry.log import EventLog
@@ -24,6 +26,8 @@ T = TypeVar("T")
 
 MAX_NAMES = 8
 """Engines that an error lists."""
+
+_LATER = {"Retry-After": "1"}
 
 
 def given(value: T | UnsetType) -> T | None:
@@ -110,10 +114,17 @@ class AdminEngine:
 
 
 class AdminEngines:
-    """Engines by name and rank. The observatory's loop only, except that the first may be added before it runs."""
+    """Engines by name and rank. The observatory's loop only, except that the first may be added before it runs.
 
-    def __init__(self) -> None:
+    Args:
+        unreached: Names those that are to be watched and of which no rank is known yet. Any thread.
+    """
+
+    def __init__(self, unreached: Callable[[], Sequence[UnreachedEngine]] = tuple) -> None:
         self._engines: dict[tuple[str, int], AdminEngine] = {}
+        self._reaches: dict[tuple[str, int], ReachObserver] = {}
+        self._began = Reach(ReachState.NEVER, time.time_ns())
+        self.unreached = unreached
         self.diagnoses: Callable[[], Sequence[msgspec.Struct]] = self._own_diagnoses
         """Says what is the matter with each, one after the other; whoever knows of more engines may put another one in
         its place. Any thread."""
@@ -121,10 +132,22 @@ class AdminEngines:
     def add(self, engine: AdminEngine) -> None:
         """Offer one more engine."""
         self._engines[engine.name, engine.dp_rank] = engine
+        self._reaches[engine.name, engine.dp_rank] = ReachObserver(engine.is_up)
 
     def all(self) -> Sequence[AdminEngine]:
         """Return all that are known, in the order in which they appeared."""
         return tuple(self._engines.values())
+
+    def reach(self, engine: AdminEngine | UnreachedEngine) -> Reach:
+        """Return whether an engine is reached, and since when."""
+        if isinstance(engine, UnreachedEngine):
+            return self._began
+        return self._reaches[engine.name, engine.dp_rank].look()
+
+    def look(self) -> None:
+        """Note who is reached now. Called as often as the times of changes are to be exact."""
+        for each in self._reaches.values():
+            each.look()
 
     def _own_diagnoses(self) -> Sequence[msgspec.Struct]:
         return [each.diagnose() for each in self.all() if each.diagnose is not None]
@@ -142,9 +165,14 @@ class AdminEngines:
         ]
         if len(found) == 1:
             return found[0]
-        if not self._engines:
-            raise Problem(problems.UNAVAILABLE, "no engine was reached yet; try again later", {"Retry-After": "1"})
+        waited_for = [each.name for each in self.unreached()]
+        if query.engine in waited_for:
+            detail = f"engine {query.engine} was not reached yet; try again later"
+            raise Problem(problems.UNAVAILABLE, detail, _LATER)
+        if not self._engines and not (query.engine and waited_for):
+            raise Problem(problems.UNAVAILABLE, "no engine was reached yet; try again later", _LATER)
         known = [f"{each.name} (dp_rank {each.dp_rank})" for each in self._engines.values()]
+        known += [f"{name} (not reached yet)" for name in waited_for]
         listed = ", ".join(known[:MAX_NAMES]) + (", ..." if len(known) > MAX_NAMES else "")
         if found:
             raise Problem(problems.SEVERAL_ENGINES, f"name one of them with engine and dp_rank: {listed}")

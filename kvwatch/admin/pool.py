@@ -4,8 +4,10 @@ from collections import defaultdict
 
 import msgspec
 
+from kvwatch.admin.audit import utc
 from kvwatch.admin.engines import AdminEngine, EngineQuery
 from kvwatch.admin.operation import PREFIX, Answer, Call, NoQuery, Operation
+from kvwatch.admin.reach import Reach, ReachState, UnreachedEngine
 from kvwatch.ledger.view import View
 from kvwatch.telemetry import metrics as m
 from kvwatch.telemetry.schema import Metric
@@ -79,6 +81,10 @@ class EngineSummary(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     dp_rank: int
     model_name: str
+    state: ReachState
+    """Whether it was never reached, is reached, or was lost."""
+    since: str
+    """When this state began, to a second or so."""
     is_up: bool
     """Whether it is reached."""
     is_alive: bool | None
@@ -90,14 +96,17 @@ class EngineSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnginesAnswer(msgspec.Struct, frozen=True):
-    """All engines that are watched."""
+    """All engines that are watched, or looked for."""
 
     engines: list[EngineSummary]
 
 
 async def get_engines(call: Call[NoQuery, None]) -> Answer:
-    """List the engines."""
-    return Answer(EnginesAnswer([_summary(each) for each in call.site.engines.all()]))
+    """List the engines, those of which nothing is known yet at the end."""
+    engines = call.site.engines
+    reached = [_summary(each, engines.reach(each)) for each in engines.all()]
+    waited_for = [_unreached(each, engines.reach(each)) for each in engines.unreached()]
+    return Answer(EnginesAnswer([*reached, *waited_for]))
 
 
 async def get_pool(call: Call[EngineQuery, None]) -> Answer:
@@ -194,12 +203,14 @@ def _group(tier: str, group: str, blocks: dict[tuple[str, str], int], found: _Ga
     )
 
 
-def _summary(engine: AdminEngine) -> EngineSummary:
-    is_up = engine.is_up()
+def _summary(engine: AdminEngine, reach: Reach) -> EngineSummary:
+    is_up = reach.state is ReachState.REACHED
     return EngineSummary(
         engine=engine.name,
         dp_rank=engine.dp_rank,
         model_name=engine.labels.get("model_name", ""),
+        state=reach.state,
+        since=utc(reach.since_ns),
         is_up=is_up,
         is_alive=engine.control.is_alive() if is_up else None,
         is_ready=engine.control.is_ready() if is_up else None,
@@ -207,9 +218,25 @@ def _summary(engine: AdminEngine) -> EngineSummary:
     )
 
 
+def _unreached(engine: UnreachedEngine, reach: Reach) -> EngineSummary:
+    """Describe an engine as its metrics do: of its ranks the first is known to be missing."""
+    return EngineSummary(
+        engine=engine.name,
+        dp_rank=0,
+        model_name=engine.model_name,
+        state=reach.state,
+        since=utc(reach.since_ns),
+        is_up=False,
+        is_alive=None,
+        is_ready=None,
+        can_change=False,
+    )
+
+
 OPERATIONS = (
     Operation(
-        method="GET", path=f"{PREFIX}/engines", name="listEngines", brief="Engines that are watched.", tag="read",
+        method="GET", path=f"{PREFIX}/engines", name="listEngines", tag="read",
+        brief="Engines that are watched: which are reached, which never were, which were lost, and since when.",
         answer=EnginesAnswer, handler=get_engines,
     ),
     Operation(

@@ -11,9 +11,11 @@ from admin_stage import TOKENS, AdminStage, admin_stage
 from foreign_stage import ForeignEngine
 from openai_server import wait_until
 from sidecar_stage import SidecarStage, sidecar_stage
+from stream_stage import stream_stage
 
 from kvwatch.sources.engines import EngineSpec, make_source
 from kvwatch.sources.source import Source
+from kvwatch.stream.access import StreamOptions
 
 
 @pytest.fixture
@@ -79,6 +81,39 @@ def test_the_diagnosis_names_engines_that_were_never_reached(engine: AdminStage,
         assert lost["diagnosis"]["findings"][0]["rule"] == "source_incomplete"
         assert [each["engine"] for each in near.get("/diagnosis?engine=chat&dp_rank=0").json()["engines"]] == ["chat"]
         assert near.get("/diagnosis?engine=other").status_code == 404
+
+
+def test_the_list_of_engines_says_who_was_never_reached_who_is_and_who_was_lost() -> None:
+    with stream_stage() as gone:
+        address = gone.address
+    with sidecar_stage(f"chat=grpc://{address}", "far=vllm+http://127.0.0.1:9") as stage, client(stage, None) as near:
+
+        def told(name: str) -> dict[str, Any]:
+            (found,) = [each for each in near.get("/engines").json()["engines"] if each["engine"] == name]
+            return dict(found)
+
+        never = told("chat")
+        assert (never["state"], never["is_up"], never["can_change"]) == ("never_reached", False, False)
+        assert (never["is_alive"], never["is_ready"]) == (None, None)
+        early = near.get("/pool?engine=chat")
+        assert (early.status_code, early.headers["retry-after"]) == (503, "1")
+        assert "engine chat was not reached yet" in early.json()["detail"]
+        unknown = near.get("/pool?engine=other")
+        assert unknown.status_code == 404
+        assert "chat (not reached yet), far (not reached yet)" in unknown.json()["detail"]
+
+        with stream_stage(options=StreamOptions(listen=address)):
+            wait_until(lambda: told("chat")["state"] == "reached", 60)
+            reached = told("chat")
+            assert reached["is_alive"]
+            assert near.get("/pool?engine=chat").status_code == 200
+        wait_until(lambda: told("chat")["state"] == "lost", 60)
+        lost = told("chat")
+
+        assert (lost["is_up"], lost["is_alive"]) == (False, None)
+        assert never["since"] < reached["since"] < lost["since"]
+        assert told("far") == never | {"engine": "far"}
+        assert near.get("/pool?engine=far").status_code == 503
 
 
 def test_who_may_do_what_is_decided_by_the_sidecar_too(engine: AdminStage, tmp_path: Path) -> None:

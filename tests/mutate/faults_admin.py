@@ -148,6 +148,22 @@ ADMIN = (
         tests=(TOKENS,),
     ),
     Fault(
+        name="who-was-never-reached-is-not-there",
+        stands_for="A sidecar beside a wrong address says that it watches nobody.",
+        file="kvwatch/admin/pool.py",
+        old="[*reached, *waited_for]",
+        new="reached",
+        tests=(SIDECAR,),
+    ),
+    Fault(
+        name="reached-since-the-start",
+        stands_for="An engine that came back is said to have been there all the time.",
+        file="kvwatch/admin/reach.py",
+        old="else ReachState.LOST, self._wall_ns())",
+        new="else ReachState.LOST, known.since_ns)",
+        tests=("tests/unit/admin/test_admin_reach.py",),
+    ),
+    Fault(
         name="grpc-reads-openly",
         stands_for="Over gRPC, which listens on another address, anybody may look.",
         file="kvwatch/admin/grpc_service.py",

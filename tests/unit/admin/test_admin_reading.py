@@ -49,6 +49,7 @@ def test_the_engine_is_listed(stage: AdminStage) -> None:
     assert engine["engine"] == "chat"
     assert engine["is_alive"]
     assert engine["is_ready"]
+    assert engine["state"] == "reached"
 
 
 @pytest.mark.parametrize(
