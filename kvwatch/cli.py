@@ -4,7 +4,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import NoReturn, Protocol, runtime_checkable
 
@@ -54,6 +54,15 @@ class ConfigurableCommand(Protocol):
         ...
 
 
+@runtime_checkable
+class CompletedSettings(Protocol):
+    """Settings of which some that are none stand for something that is found when they are used."""
+
+    def in_effect(self) -> Mapping[str, str]:
+        """Return what that is, by name."""
+        ...
+
+
 class ConfigCommand:
     """`kvwatch config`: the effective settings of a command and where each comes from."""
 
@@ -80,8 +89,10 @@ class ConfigCommand:
         if getattr(args, "settings", None) is None:
             raise ConfigError(f"no installed command has settings; {INSTALL}")
         resolved = resolve(args.settings, args)
+        found = resolved.settings
+        completed = found.in_effect() if isinstance(found, CompletedSettings) else {}
         rows = [
-            (each, getattr(resolved.settings, each.name), resolved.sources[each.name])
+            (each, completed.get(each.name, getattr(found, each.name)), resolved.sources[each.name])
             for each in declared_settings(args.settings)
         ]
         sys.stdout.write(_as_json(rows) if getattr(args, "as_json", False) else _as_text(rows))
@@ -131,21 +142,64 @@ def _parse(words: list[str]) -> argparse.Namespace:
         child = commands.add_parser(each, help=command.help, description=command.help, allow_abbrev=False)
         child.set_defaults(command=command, parser=child)
         command.add_arguments(child)
+    _check_commands(words, parser)
     args, unknown = parser.parse_known_args(words)
     if unknown:
         raise _not_understood(unknown[0], args.parser)
     return args
 
 
-def _not_understood(word: str, parser: argparse.ArgumentParser) -> ConfigError:
+def _check_commands(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Refuse what stands in the place of a command and is none, and an unknown flag in front of one.
+
+    argparse would take what follows such a flag for the command.
+    """
+    while (commands := _commands(parser)) is not None:
+        words = _behind_flags(words, parser, commands.choices)
+        if not words:
+            return
+        if words[0] not in commands.choices:
+            raise unknown_name(words[0], commands.choices, f"{parser.prog}: {str(commands.metavar).lower()}")
+        parser, words = commands.choices[words[0]], words[1:]
+
+
+def _commands(parser: argparse.ArgumentParser) -> "argparse._SubParsersAction[argparse.ArgumentParser] | None":
+    return next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None)
+
+
+def _behind_flags(
+    words: Sequence[str], parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser]
+) -> Sequence[str]:
+    """Return the words from the first one that is no flag and no value of one; none if help was asked for."""
+    while words and words[0].startswith("-"):
+        name, is_whole, _ = words[0].partition("=")
+        if name in {"-h", "--help", "--version"}:
+            return ()
+        action = parser._option_string_actions.get(name)
+        if action is None:
+            raise _not_understood(name, parser, commands)
+        words = words[1 if is_whole or action.nargs == 0 else 2 :]
+    return words
+
+
+def _not_understood(
+    word: str, parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser] | None = None
+) -> ConfigError:
+    """Return the error for a word that a parser does not know, with the nearest flag: its own, or a command's."""
     if not word.startswith("--"):
         return ConfigError(f"argument {word!r} is not expected; see {parser.prog} --help")
-    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
     name = word.split("=", 1)[0]
+    flags = {flag: flag for flag in _flags(parser)}
+    for command, behind in (commands or {}).items():
+        flags |= {flag: f"{parser.prog} {command} {flag}" for flag in _flags(behind) if flag not in flags}
     # Without the dashes, which all have in common: else everything short looks like --help.
     near = difflib.get_close_matches(name[2:], [flag[2:] for flag in flags], n=1, cutoff=0.5)
-    remedy = f"did you mean --{near[0]}?" if near else f"see {parser.prog} --help"
+    remedy = f"did you mean {flags[f'--{near[0]}']}?" if near else f"see {parser.prog} --help"
     return ConfigError(f"{parser.prog}: flag {name} is unknown; {remedy}")
+
+
+def _flags(parser: argparse.ArgumentParser) -> Iterable[str]:
+    return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:

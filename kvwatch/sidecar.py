@@ -28,7 +28,6 @@ class SidecarSettings(ObservatorySettings, frozen=True, kw_only=True):
             "Engine to watch, as NAME=URL; grpc(s)://, vllm+http(s):// or sglang+http(s)://. Options in the query."
         ),
     ] = ()
-    cache_dir: Annotated[str | None, setting("Folder of the flight recorder; default: ~/.cache/kvwatch.")] = None
     kv_events: Annotated[str | None, setting("Publish KV events of the one engine watched, such as tcp://*:5557.")] = (
         None
     )

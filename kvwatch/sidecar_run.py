@@ -10,7 +10,6 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -70,9 +69,8 @@ class Sidecar:
             )
         if settings.kv_events is None and settings.kv_events_replay is not None:
             raise ConfigError("--kv-events-replay replays what --kv-events publishes; give both or neither")
-        cache_dir = Path(settings.cache_dir) if settings.cache_dir else _default_cache_dir()
         self._settings = settings
-        self._plan: ObservatoryPlan = plan_observatory(settings, "sidecar", cache_dir)
+        self._plan: ObservatoryPlan = plan_observatory(settings, "sidecar", settings.cache_folder())
         if settings.kv_events is not None:
             _make_kv_events(settings, 0, SystemClock(), lambda: 0).check()
         self.sources: list[Source] = [make(spec) for spec in specs]
@@ -321,11 +319,6 @@ def _make_kv_events(settings: SidecarSettings, dp_rank: int, clock: Clock, block
         dp_rank=dp_rank,
     )
     return KVEvents(found, clock, block_size=block_size)
-
-
-def _default_cache_dir() -> Path:
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "kvwatch"
 
 
 def _join(host: str, port: int) -> str:

@@ -32,7 +32,7 @@ from kvwatch.logs import LogLevel
 from kvwatch.observatory.desk import DiagnosisDesk
 from kvwatch.observatory.observatory import METRICS_SETTING, Observatory
 from kvwatch.observatory.part import Part
-from kvwatch.observatory.settings import ObservatorySettings
+from kvwatch.observatory.settings import FLIGHT_FOLDER, ObservatorySettings
 from kvwatch.sockets import bind
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import EngineSnapshot
@@ -334,7 +334,9 @@ def _recorder_settings(settings: ObservatorySettings, stem: str, cache_dir: Path
         return None
     from kvwatch.recorder.part import RecorderSettings, check_folders, check_settings
 
-    flight_dir = cache_dir / "flight" if settings.flight_dir is None else _folder(settings.flight_dir, "--flight-dir")
+    flight_dir = cache_dir / FLIGHT_FOLDER
+    if settings.flight_dir is not None:
+        flight_dir = _folder(settings.flight_dir, "--flight-dir")
     found = RecorderSettings(
         stem=stem,
         record_dir=None if settings.record_dir is None else _folder(settings.record_dir, "--record-dir"),

@@ -1,15 +1,23 @@
 """What an operator can set of the observatory, whatever engine it watches. Commands inherit from this class."""
 
+import os
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
 from kvwatch.config import setting
 
+FLIGHT_FOLDER = "flight"
+"""Where the flight recorder lies in the cache folder."""
+
 
 class ObservatorySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that every command with an observatory has; docs/configuration.md is derived from the commands."""
 
+    cache_dir: Annotated[
+        str | None, setting("Folder of the flight recorder and of converted models; default: ~/.cache/kvwatch.")
+    ] = None
     metrics_listen: Annotated[str, setting("HOST:PORT of the read-only metrics listener; `off` for none.")] = (
         "127.0.0.1:9400"
     )
@@ -75,3 +83,16 @@ class ObservatorySettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 10.0
     log_format: Annotated[Literal["console", "json"], setting("Form of log lines.")] = "console"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], setting("Least severe lines shown.")] = "info"
+
+    def cache_folder(self) -> Path:
+        """Return the folder of what is kept between runs."""
+        if self.cache_dir:
+            return Path(self.cache_dir)
+        shared = os.environ.get("XDG_CACHE_HOME")
+        return (Path(shared) if shared else Path.home() / ".cache") / "kvwatch"
+
+    def in_effect(self) -> dict[str, str]:
+        """Return what is used in the place of settings that are none, for `kvwatch config`."""
+        folder = self.cache_folder()
+        used = {"cache_dir": str(folder), "flight_dir": str(folder / FLIGHT_FOLDER)}
+        return {name: value for name, value in used.items() if getattr(self, name) is None}

@@ -84,6 +84,21 @@ def test_a_command_runs_with_its_settings_and_its_status_is_returned(capsys: pyt
         (["demo", "--port"], "kvwatch: argument --port: expected one argument; see kvwatch demo --help\n"),
         (["dem"], "kvwatch: command dem is unknown; did you mean demo?\n"),
         ([], "kvwatch: the following arguments are required: COMMAND; see kvwatch --help\n"),
+        (["--verison"], "kvwatch: kvwatch: flag --verison is unknown; did you mean --version?\n"),
+        (["-x", "demo"], "kvwatch: argument '-x' is not expected; see kvwatch --help\n"),
+        (["config", "dmeo"], "kvwatch: kvwatch config: command dmeo is unknown; did you mean demo?\n"),
+        (
+            ["config", "--prot", "5"],
+            "kvwatch: kvwatch config: flag --prot is unknown; did you mean kvwatch config demo --port?\n",
+        ),
+        (["config", "--jsn"], "kvwatch: kvwatch config: flag --jsn is unknown; did you mean --json?\n"),
+        (["config", "--zzz=1"], "kvwatch: kvwatch config: flag --zzz is unknown; see kvwatch config --help\n"),
+        (
+            ["config", "demo", "--prot", "5"],
+            "kvwatch: kvwatch config demo: flag --prot is unknown; did you mean --port?\n",
+        ),
+        (["admin", "--url", "x", "pol"], "kvwatch: kvwatch admin: verb pol is unknown; did you mean pool?\n"),
+        (["admin", "--filed", "x", "pool"], "kvwatch: kvwatch admin: flag --filed is unknown; did you mean --field?\n"),
     ],
 )
 def test_an_error_is_one_line_on_stderr_and_status_2(
@@ -141,6 +156,25 @@ def test_config_prints_values_and_where_each_comes_from(
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     assert ["port", "9", "flag"] in lines
     assert ["token", "********", "environment KVWATCH_TOKEN"] in lines
+
+
+@pytest.mark.parametrize("command", ["serve", "sidecar"])
+def test_config_shows_the_folder_that_is_used_where_none_was_set(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*words: str) -> list[tuple[str, str]]:
+        assert main(["config", command, "--json", *words]) == 0
+        told = json.loads(capsys.readouterr().out)
+        return [(told[name]["value"], told[name]["source"]) for name in ("cache_dir", "flight_dir")]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cache, flight = f"{tmp_path}/kvwatch", f"{tmp_path}/kvwatch/flight"
+    assert shown() == [(cache, "default"), (flight, "default")]
+    assert shown("--cache-dir", "/own") == [("/own", "flag"), ("/own/flight", "default")]
+    assert shown("--flight-dir", "off") == [(cache, "default"), ("off", "flag")]
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert shown()[0] == (f"{tmp_path}/.cache/kvwatch", "default")
 
 
 def test_config_prints_json_without_secrets(

@@ -101,9 +101,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
     settings = resolved.settings
     started = time.monotonic()
     _raise_open_files_limit()
-    from kvwatch_engine.model.sources import default_cache_dir
-
-    cache_dir = Path(settings.cache_dir) if settings.cache_dir else default_cache_dir()
+    cache_dir = settings.cache_folder()
     # Ports and files first: whoever mistyped one should not wait for a model.
     loras = lora_settings(settings)
     plan = plan_observatory(allowing_series(settings, loras), f"{settings.engine_name}.{settings.dp_rank}", cache_dir)

@@ -21,7 +21,6 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
         ModelImplementation,
         setting("What computes the model's layers; auto: the lean decoder where it knows the model."),
     ] = "auto"
-    cache_dir: Annotated[str | None, setting("Folder of converted models; default: ~/.cache/kvwatch.")] = None
     served_model_name: Annotated[str | None, setting("Name under which the API offers the model.")] = None
     host: Annotated[str, setting("Address of the API.")] = "127.0.0.1"
     port: Annotated[int, setting("Port of the API; 0 takes a free one.", minimum=0, maximum=65_535)] = 8000
