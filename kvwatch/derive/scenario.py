@@ -398,6 +398,7 @@ def _finished(
         decode_ns=decode,
         end_to_end_ns=total,
         recomputed_tokens=5 if request == "b" else 0,
+        reasons=["abort", "abort"] if request == "d" else [],
         error={"error": "OutOfMemoryError", "deadline": "DeadlineExceeded"}.get(reason, ""),
         tenant="blue" if request == "a" else "",
     )

@@ -3,6 +3,7 @@
 Names come from outside, so control characters are made visible: a request's name must not move a terminal's cursor.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -58,7 +59,7 @@ class TextLines:
     def event(self, event: Event) -> str:
         """Return the line of one event: time, step, request, what, and everything else that it says."""
         spec = REGISTRY.of(type(event))
-        request = next((_shown(getattr(event, name)) for name in _REQUEST_FIELDS if name in spec.fields), "") or "-"
+        request = next((_names(getattr(event, name)) for name in _REQUEST_FIELDS if name in spec.fields), "") or "-"
         rest = " ".join(
             f"{name.removesuffix('_ns')}={self._value(spec, name, getattr(event, name))}"
             for name in spec.fields
@@ -127,6 +128,13 @@ def _duration(value: int) -> str:
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}" if value < 1000 * NS_PER_SECOND else f"{value // NS_PER_SECOND}s"
     return "0s"
+
+
+def _names(requests: str | list[str]) -> str:
+    """Return the names of requests, each once: one that is there for each of its sequences has their number."""
+    if isinstance(requests, str):
+        return _shown(requests)
+    return _shown([f"{name}*{number}" if number > 1 else name for name, number in Counter(requests).items()])
 
 
 def _shown(value: Any) -> str:

@@ -57,7 +57,7 @@ def admitted_event(request: Request, block_size: int | None) -> RequestAdmitted:
 
 def finished_event(request: Request) -> RequestFinished:
     """Return the event of a request that has ended."""
-    reasons = {sequence.finish_reason for sequence in request.sequences}
+    reasons = [sequence.finish_reason for sequence in request.sequences if sequence.finish_reason is not None]
     admitted, first, last = request.admitted_ns, request.first_token_ns, request.last_token_ns
     return RequestFinished(
         request.request_id,
@@ -75,4 +75,5 @@ def finished_event(request: Request) -> RequestFinished:
         request.error,
         request.origin.tenant,
         request.origin.adapter,
+        [reason.value for reason in reasons[: request.sampling.n]] if request.sampling.n > 1 else [],
     )

@@ -286,7 +286,7 @@ def _parameters(queued: RequestQueued) -> Attributes:
 def _outcome(trace: RequestTrace, finished: RequestFinished) -> Attributes:
     attributes: Attributes = {
         "gen_ai.response.id": clean(finished.request),
-        "gen_ai.response.finish_reasons": (finished.reason,),
+        "gen_ai.response.finish_reasons": tuple(finished.reasons) or (finished.reason,),
         "gen_ai.usage.input_tokens": finished.prompt_tokens,
         "gen_ai.usage.output_tokens": finished.generated_tokens,
         "gen_ai.usage.cache_read.input_tokens": finished.cached_tokens,

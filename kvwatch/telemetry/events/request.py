@@ -204,6 +204,9 @@ class RequestFinished(Event):
     error: Annotated[str, identity(13, "Class of the error that ended it; empty if none did.")] = ""
     tenant: Annotated[str, label(14, "On whose behalf it ran; empty if nobody said.")] = ""
     lora: Annotated[str, label(15, "LoRA adapter; empty for the base model.")] = ""
+    reasons: Annotated[
+        list[FinishReason], label(16, "Why each sequence that is returned ended, in their order; empty for one alone.")
+    ] = msgspec.field(default_factory=list)
 
 
 @event(

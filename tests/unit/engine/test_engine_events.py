@@ -315,6 +315,24 @@ def test_a_preemption_names_the_victim_what_it_may_lose_and_in_whose_favour() ->
     assert (event.request, event.beneficiary, event.num_blocks, event.tokens_at_risk) == ("new", "old", held, computed)
 
 
+def test_each_of_several_sequences_tells_why_it_ended_and_one_alone_has_told_it() -> None:
+    prompt, sampling = (4, 5, 6), {"max_tokens": 12, "seed": 3}
+    core = make_core()
+    core.add(make_request("r", prompt, n=2, **sampling), 0)
+    first, second = (tokens for _, tokens in sorted(run_until_idle(core).items()))
+    own = next(token for token in first[:-1] if token not in second)
+    log = EventLog()
+    recorder = Recorder(log)
+    core = make_core(log=log)
+
+    core.add(make_request("two", prompt, n=2, stop_token_ids=(own,), **sampling), 0)
+    core.add(make_request("one", prompt, stop_token_ids=(own,), **sampling), 0)
+    run_until_idle(core)
+
+    told = {event.request: (event.reason, event.reasons) for event in of(recorder, RequestFinished)}
+    assert told == {"two": ("length", ["stop", "length"]), "one": ("stop", [])}
+
+
 def test_names_of_kinds_of_time_do_not_stay_at_their_last_value() -> None:
     """sglang#4244 (O20), sglang#5625 (O14): rates and ratios as gauges keep what they last saw, or fall to 0."""
     gauges = {metric.name for metric in m.CATALOGUE if metric.kind == "gauge"}

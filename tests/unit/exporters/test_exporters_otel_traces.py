@@ -98,6 +98,7 @@ def test_parallel_samples_show_their_sharing_and_their_copies() -> None:
     found = attributes(traced.root("r"))
     copies = [event for event in traced.root("r").events if event.name == "kvwatch.copy_on_write"]
     assert found["gen_ai.request.choice.count"] == 3
+    assert found["gen_ai.response.finish_reasons"] == ("length", "stop", "length"), "one for each choice"
     assert found["kvwatch.kv.shared_blocks"] == 2 * 3, "two forks share the prompt's three blocks"
     assert found["kvwatch.kv.copied_blocks"] == 2, "one copy for each sequence but the last owner"
     assert sum(dict(event.attributes or {})["kvwatch.kv.blocks"] == 1 for event in copies) == 2
@@ -111,6 +112,7 @@ def test_a_beam_search_shows_its_width_and_counts_what_it_returns() -> None:
     found = attributes(traced.root("r"))
     assert found["kvwatch.request.beam_width"] == 4
     assert found["gen_ai.request.choice.count"] == 2
+    assert found["gen_ai.response.finish_reasons"] == ("length",) * 2, "the beams that are not returned tell nothing"
     assert found["gen_ai.usage.output_tokens"] == 2 * 5
 
 

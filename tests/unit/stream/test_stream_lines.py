@@ -50,6 +50,15 @@ def test_durations_have_units_hashes_are_short_and_lists_are_cut() -> None:
     assert "reason=pressure" in line
 
 
+def test_a_request_is_named_once_with_the_number_of_its_sequences() -> None:
+    scheduled = ev.StepScheduled(["a", "b", "a", "a"], [1, 1, 1, 1], 4, 4, [], [])
+    many = ev.WaitReasonsChanged([f"r{number}" for number in range(8)] * 2, ["blocks"] * 16)
+
+    assert " a*3,b " in TextLines().event(scheduled)
+    assert " r0*2,r1*2,r2*2,r3*2,r4*2,r5*2,... 8 " in TextLines().event(many)
+    assert json.loads(JsonLines().event(scheduled))["requests"] == ["a", "b", "a", "a"], "programs get what there is"
+
+
 def test_a_time_is_shown_as_one_and_not_as_the_age_of_the_machine() -> None:
     lines = TextLines()
     lines.started(STARTED)
