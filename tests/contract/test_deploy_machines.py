@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import tomllib
 from importlib.metadata import requires
 from pathlib import Path
@@ -15,7 +16,10 @@ from deploy_tools import DEPLOY, ROOT, Document, run, tool
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from kvwatch.admin.tokens import Role, TokenFile
+from kvwatch.config import declared_settings
 from kvwatch.sidecar import SidecarSettings
+from kvwatch.telemetry.clock import SystemClock
 from kvwatch_dashboards.alerts import ALERTS
 from kvwatch_dashboards.generated import FOLDER
 from kvwatch_dashboards.settings import ENGINE_JOBS, SIDECAR_JOBS
@@ -24,6 +28,7 @@ from kvwatch_engine.serve.settings import ServeSettings
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
 DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+DROP_INS = sorted((DEPLOY / "systemd").glob("*.service.d/*.conf"))
 
 
 def needs(program: str, package: str) -> pytest.MarkDecorator:
@@ -175,6 +180,14 @@ def test_alertmanager_names_alerts_and_severities_that_exist() -> None:
     assert set(re.findall(r'severity="(\w+)"', config)) == {alert.severity for alert in ALERTS}
 
 
+def verify(unit: Path) -> None:
+    """Have systemd read a unit and its drop-ins; of what it does not know it complains and ends well."""
+    command = ["systemd-analyze", "verify", "--man=no", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    complaints = [line for line in done.stderr.splitlines() if str(unit.parent) in line]
+    assert (done.returncode, complaints) == (0, [])
+
+
 @needs("systemd-analyze", "systemd")
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
 def test_systemd_takes_a_unit_and_finds_it_hardened(unit: Path, tmp_path: Path) -> None:
@@ -183,7 +196,9 @@ def test_systemd_takes_a_unit_and_finds_it_hardened(unit: Path, tmp_path: Path) 
         unit.read_text(encoding="utf-8").replace("/opt/kvwatch/bin/kvwatch", "/bin/true"), encoding="utf-8"
     )
 
-    run("systemd-analyze", "verify", "--man=no", copied)
+    verify(copied)
+    shutil.copytree(unit.parent, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.service", "*.toml"))
+    verify(copied)
     run("systemd-analyze", "security", "--offline=true", "--threshold=25", copied)
 
 
@@ -202,3 +217,41 @@ def test_a_unit_runs_a_command_line_and_a_file_that_are_understood(unit: Path) -
     else:
         assert isinstance(settings, ServeSettings)
         assert settings.kv_memory == "2GiB"
+
+
+@pytest.mark.parametrize("path", [*UNITS, *DROP_INS], ids=lambda path: path.name)
+def test_a_unit_needs_no_file_that_its_head_does_not_say_how_to_make(path: Path) -> None:
+    """A credential that is not there ends a unit before its program begins."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    commands = [line.removeprefix("#   ") for line in lines if line.startswith("#   ")]
+    made = {word for command in commands if command.startswith("install ") for word in command.split()}
+    needed = {file for line in lines if not line.startswith("#") for file in re.findall(r"/etc/[\w./-]+", line)}
+
+    assert needed
+    assert needed <= made
+    installed = [command.split() for command in commands if command.startswith("install ")]
+    sources = [words[words.index("-m") + 2] for words in installed]
+    assert all(source == "/dev/null" or list(path.parent.glob(f"**/{source}")) for source in sources)
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+def test_a_unit_by_itself_loads_no_credential(unit: Path) -> None:
+    text = unit.read_text(encoding="utf-8")
+
+    assert "Credential" not in text
+    assert "%d" not in text
+
+
+def test_the_drop_in_for_admin_tokens_names_a_setting_and_its_example_is_a_token(tmp_path: Path) -> None:
+    (path,) = DROP_INS
+    text = path.read_text(encoding="utf-8")
+    ((credential, source),) = re.findall(r"^LoadCredential=([\w-]+):(\S+)$", text, re.MULTILINE)
+    ((variable, name),) = re.findall(r"^Environment=(\w+)=%d/([\w-]+)$", text, re.MULTILINE)
+    ((line, file),) = re.findall(r'^#   echo "(.+)" >> (\S+)$', text, re.MULTILINE)
+
+    assert (name, file) == (credential, source)
+    assert variable in {each.variable for each in declared_settings(ServeSettings)}
+    (tmp_path / "tokens").write_text(line.replace("$(openssl rand -hex 32)", "0f" * 32) + "\n", encoding="utf-8")
+    found = TokenFile(str(tmp_path / "tokens"), SystemClock()).find("0f" * 32)
+    assert found is not None
+    assert Role.OPERATE in found.token.roles
