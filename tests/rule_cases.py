@@ -263,6 +263,17 @@ QUIET_CASES: tuple[Case, ...] = (
         quiet=(6, DAY + 20, DAY + 34),
         minutes=5,
     ),
+    # What the device no longer finds and the host does is a hit all the same: tiers are summed before they are divided.
+    Case(
+        alert="KVWatchHitRateCollapse",
+        series={
+            of("prefix_cache_hit_tokens_total", tier="device"): grow((DAY + 12, 15_000), (24, 1500), (36, 15_000)),
+            of("prefix_cache_hit_tokens_total", tier="host"): grow((DAY + 12, 0), (24, 13_500), (36, 0)),
+            of("prefix_cache_queried_tokens_total"): grow((DAY + 72, 30_000)),
+        },
+        quiet=(6, DAY + 20, DAY + 34),
+        minutes=5,
+    ),
     # Waiting for blocks alone does not page: only together with late first tokens.
     Case(
         alert="KVWatchRequestsStalledForBlocks",

@@ -65,6 +65,7 @@ def test_queries_of_the_runbook_name_metrics_and_labels_that_exist() -> None:
 
 
 def test_queries_of_dashboards_name_metrics_and_labels_that_exist() -> None:
+    """ROCm/rocm-aic#134, inference-perf#277 (O71): a metric got another name, and its panels stayed empty."""
     found = panel_queries()
 
     assert len(found) > 200

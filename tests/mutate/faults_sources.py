@@ -2,6 +2,7 @@
 
 from mutate.fault import Fault
 
+FOREIGN = "tests/unit/sidecar/test_sidecar_foreign.py"
 DISCOVERY = "tests/unit/sources/test_sources_discovery.py"
 GARBAGE = "tests/unit/sources/test_sources_garbage.py"
 HOSTILE = "tests/unit/sidecar/test_sidecar_hostile_engines.py"
@@ -99,5 +100,21 @@ SOURCES = (
         old="frozenset({m.KV_BLOCK_STORES, m.KV_BLOCK_EVICTIONS, m.KV_BLOCK_LIFETIME})",
         new="frozenset({m.KV_BLOCK_STORES, m.KV_BLOCK_EVICTIONS, m.KV_BLOCK_LIFETIME, m.KV_BLOCK_COPIES})",
         tests=(TABLE,),
+    ),
+    Fault(
+        name="the-last-page-for-ever",
+        stands_for="O38: an engine that does not answer keeps the gauges of its last page.",
+        file="kvwatch/sources/scrape/scraper.py",
+        old="        self._shown = {rank: totals.counters() for rank, totals in self._totals.items()}\n",
+        new="",
+        tests=(SCRAPE,),
+    ),
+    Fault(
+        name="gauges-of-who-is-gone",
+        stands_for="O35: an engine that is gone has gauges again as soon as a late message comes.",
+        file="kvwatch/observatory/watch.py",
+        old="        if self._options.is_up():\n            return view\n",
+        new="        if view.gauges:\n            return view\n",
+        tests=(FOREIGN,),
     ),
 )

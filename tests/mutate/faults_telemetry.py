@@ -282,4 +282,23 @@ TELEMETRY = (
         new="    return checksum is not None or checksum == zlib.crc32(",
         tests=("tests/unit/recorder/test_recorder_frames.py::test_no_changed_byte_goes_unnoticed",),
     ),
+    Fault(
+        name="hits-of-another-lookup",
+        stands_for="O68: what was found on the host is told as found on the disk.",
+        file="engine/kvwatch_engine/scheduling/request_events.py",
+        old='host_hit_tokens=hits.of("host"),',
+        new='host_hit_tokens=hits.of("disk"),',
+        tests=("tests/unit/engine/test_engine_swap.py::test_hits_in_other_tiers_are_restored_first_and_told_by_tier",),
+    ),
+    Fault(
+        name="the-page-waits-for-a-step",
+        stands_for="O71: while the engine is in a long step, nobody gets a page.",
+        file="kvwatch/ledger/collector.py",
+        old="self._adopt(await asyncio.to_thread(self._take_snapshot, SNAPSHOT_TIMEOUT_SECONDS))",
+        new="self._adopt(self._take_snapshot(SNAPSHOT_TIMEOUT_SECONDS))",
+        tests=(
+            "tests/unit/observatory/test_observatory_thread.py"
+            "::test_the_page_answers_while_the_engine_is_in_a_long_step",
+        ),
+    ),
 )

@@ -59,6 +59,7 @@ def test_promtool_takes_the_generated_rules() -> None:
 @needs_promtool
 @pytest.mark.parametrize("case", CASES, ids=[f"{case.alert}-{number}" for number, case in enumerate(CASES)])
 def test_an_alert_fires_in_its_sickness_and_neither_before_nor_after(case: Case, tmp_path: Path) -> None:
+    """llm-d-kv-cache#664, #676 (O67): alerts that nobody had seen fire."""
     firing = {**dict.fromkeys(case.quiet, False), case.fires: True, case.clears: False}
 
     assert verdict_of_promtool(tmp_path, case, firing) == ""
@@ -67,6 +68,7 @@ def test_an_alert_fires_in_its_sickness_and_neither_before_nor_after(case: Case,
 @needs_promtool
 @pytest.mark.parametrize("case", QUIET_CASES, ids=[f"{case.alert}-{number}" for number, case in enumerate(QUIET_CASES)])
 def test_an_alert_is_silent_when_only_a_part_of_its_condition_holds(case: Case, tmp_path: Path) -> None:
+    """llm-d-router#2330 (O67): a ratio of parts with other labels than the whole, before they were summed."""
     assert verdict_of_promtool(tmp_path, case, dict.fromkeys(case.quiet, False)) == ""
 
 

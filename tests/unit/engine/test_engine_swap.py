@@ -219,6 +219,7 @@ def test_a_full_host_and_the_mode_recompute_swap_nothing() -> None:
 
 
 def test_hits_in_other_tiers_are_restored_first_and_told_by_tier() -> None:
+    """vllm#43711 (O68): there was a hit, and nothing told which lookup it came from."""
     stage = Stage(tiers={"num_prefixes": 100}, enable_prefix_cache=True, num_blocks=12)
     prompt = list(range(4, 30))
     stage.core.add(make_request("first", prompt, max_tokens=2, ignore_eos=True), 0)

@@ -123,6 +123,33 @@ def test_stopping_without_a_start_does_nothing() -> None:
     Stage().observatory.stop()
 
 
+def test_the_page_answers_while_the_engine_is_in_a_long_step() -> None:
+    """ROCm/rocm-aic#134 (O71): under load the page took longer than scrapers wait, and whole minutes were missing."""
+    release, is_asked = threading.Event(), threading.Event()
+
+    class Busy(NaiveEngine):
+        def snapshot(self, timeout_seconds: float = 5.0):  # type: ignore[no-untyped-def]  # noqa: ANN202
+            is_asked.set()
+            release.wait(60)  # a step, between two of which it is answered
+            return super().snapshot(timeout_seconds)
+
+    stage = Stage()
+    observatory = Observatory(stage.log, Busy(stage.log), IDENTITY, metrics_listen="127.0.0.1:0")
+    observatory.start()
+    try:
+        assert is_asked.wait(60)
+        assert observatory.metrics_address is not None
+        url = "http://{}:{}/metrics".format(*observatory.metrics_address)
+        pages = [httpx.get(url, timeout=30, trust_env=False) for _ in range(3)]
+        assert not release.is_set(), "the step lasts"
+    finally:
+        release.set()
+        observatory.stop()
+
+    assert [page.status_code for page in pages] == [200] * 3
+    assert all("kvwatch_telemetry_lag_events" in page.text for page in pages)
+
+
 def test_stopping_is_bounded_in_time_even_if_the_engine_hangs_in_a_snapshot() -> None:
     release = threading.Event()
 

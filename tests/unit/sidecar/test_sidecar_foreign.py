@@ -88,6 +88,7 @@ def test_counts_are_absent_while_history_has_a_hole_and_true_again_after_a_reset
 
 
 def test_an_engine_that_is_gone_has_no_gauges_and_keeps_its_counters() -> None:
+    """Dynamo#14606 (O35): series of workers that were gone came back with the next message about them."""
     engine = ForeignEngine("a")
     with beside(engine) as stage:
         engine.store(block(1))
@@ -96,6 +97,13 @@ def test_an_engine_that_is_gone_has_no_gauges_and_keeps_its_counters() -> None:
         page = wait_until(stage.page, indexed(None))
         assert value(page, "a", "kvwatch_source_up") == 0
         assert value(page, "a", "kvwatch_kv_block_stores_total", tier="device") == 1
+
+        engine.store(block(2))  # was under way
+        stored = "kvwatch_kv_block_stores_total"
+        page = wait_until(stage.page, lambda page: value(page, "a", stored, tier="device") == 2)
+        assert indexed(None)(page)
+        engine.is_up = True
+        wait_until(stage.page, indexed(2))
 
 
 def test_two_engines_and_two_ranks_share_a_page_and_are_told_apart() -> None:

@@ -290,6 +290,7 @@ async def scrape_once(scraper: MetricsScraper, client: EngineHTTP) -> None:
 
 
 def test_gauges_go_and_counters_stay_while_an_engine_does_not_answer(tmp_path: Path) -> None:
+    """aibrix#2569, llm-d-router#2408 (O38): what was scraped last was believed for as long as nothing newer came."""
     token = tmp_path / "token"
     token.write_text("secret-7\n")
     with running_engine() as engine:
