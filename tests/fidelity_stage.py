@@ -127,7 +127,6 @@ class Recorded:
         self._part = RecorderPart(settings, make_headers(load.log), lambda: load.mirror)
         self._part.open()
         follower = self._part.follower
-        assert follower is not None
         self.collector = Collector(load.log, lambda _: load.core.snapshot(), follower, self._part.name)
         self._snapshots: dict[int, EngineSnapshot] = {}
         self._head = -1

@@ -53,7 +53,6 @@ class RecordingStage:
         self.part = RecorderPart(settings, make_headers(self.log), lambda: self.mirror, self.thread)
         self.part.open()
         follower = self.part.follower
-        assert follower is not None
         self.recorder = Collector(self.log, lambda _: self.core.snapshot(), follower, self.part.name)
         self.collectors = [Collector(self.log, lambda _: self.core.snapshot(), self.mirror), self.recorder]
         self.snapshots: dict[int, EngineSnapshot] = {}

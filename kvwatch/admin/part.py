@@ -19,8 +19,6 @@ from kvwatch.admin.settings import AdminOptions, is_loopback, open_audit_file, r
 from kvwatch.admin.site import Site
 from kvwatch.admin.tokens import TokenFile
 from kvwatch.http_protocol import BoundedStreamProtocol
-from kvwatch.ledger.collector import Follower
-from kvwatch.ledger.pace import POLL_SECONDS
 from kvwatch.ledger.view import Sample
 from kvwatch.listener import Listener
 from kvwatch.telemetry import metrics as m
@@ -42,8 +40,6 @@ class AdminPart:
     """
 
     name = NAME
-    follower: Follower | None = None
-    period_seconds = POLL_SECONDS
 
     def __init__(self, options: AdminOptions, engines: AdminEngines, clock: Clock | None = None) -> None:
         self._options = options

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from kvwatch.exporters.identity import EngineIdentity
 from kvwatch.insight.diagnosis import DiagnosisReport, EngineDiagnosis, Lookback, Reading
 from kvwatch.insight.diagnosis.lookback import LOOK_SECONDS
-from kvwatch.ledger.collector import Follower
-from kvwatch.ledger.pace import POLL_SECONDS, pause
+from kvwatch.ledger.pace import pause
 from kvwatch.ledger.view import HistogramSample, Sample
 from kvwatch.telemetry.clock import Clock
 
@@ -32,8 +31,6 @@ class DiagnosisDesk:
     """
 
     name = "diagnosis"
-    follower: Follower | None = None
-    period_seconds = POLL_SECONDS
 
     def __init__(
         self,

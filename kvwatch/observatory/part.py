@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvwatch.ledger.collector import Follower
 from kvwatch.ledger.view import Sample
@@ -14,16 +14,6 @@ class Part(Protocol):
     @property
     def name(self) -> str:
         """Value of the label `subscriber` in its own metrics; one for each part."""
-        ...
-
-    @property
-    def follower(self) -> Follower | None:
-        """What the log's events are brought to; none if it needs none."""
-        ...
-
-    @property
-    def period_seconds(self) -> float:
-        """How often they are brought: `POLL_SECONDS` unless somebody acts on them sooner."""
         ...
 
     def open(self) -> None:
@@ -44,4 +34,19 @@ class Part(Protocol):
 
     def close(self) -> None:
         """Give back what `open` took; called once, on the observatory's thread, when nothing more will come."""
+        ...
+
+
+@runtime_checkable
+class FollowingPart(Part, Protocol):
+    """A part that is brought what happens in the log."""
+
+    @property
+    def follower(self) -> Follower:
+        """What the log's events are brought to."""
+        ...
+
+    @property
+    def period_seconds(self) -> float:
+        """How often they are brought: `POLL_SECONDS` unless somebody acts on them sooner."""
         ...

@@ -21,7 +21,7 @@ from kvwatch.ledger.mirror import Mirror
 from kvwatch.ledger.pace import POLL_SECONDS
 from kvwatch.ledger.series import SeriesSettings
 from kvwatch.ledger.view import HistogramSample, Sample, View
-from kvwatch.observatory.part import Part
+from kvwatch.observatory.part import FollowingPart, Part
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.schema import Metric, MetricKind
 
@@ -146,7 +146,7 @@ class Watch:
         self.collectors += [
             Collector(self.log, take, part.follower, part.name, min(part.period_seconds, period))
             for part in parts
-            if part.follower
+            if isinstance(part, FollowingPart)
         ]
 
     def tasks(self, stop: asyncio.Event) -> list[Coroutine[Any, Any, None]]:

@@ -136,7 +136,7 @@ class RecorderPart:
         self._num_violations = 0
 
     @property
-    def follower(self) -> Follower | None:
+    def follower(self) -> Follower:
         """What events are brought to."""
         return self._follower
 

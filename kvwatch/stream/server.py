@@ -23,8 +23,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvwatch.control import EngineControl
 from kvwatch.errors import ControlError, ExporterError
-from kvwatch.ledger.collector import Follower
-from kvwatch.ledger.pace import POLL_SECONDS, pause
+from kvwatch.ledger.pace import pause
 from kvwatch.ledger.view import Sample
 from kvwatch.stream.access import (
     LISTEN_SETTING,
@@ -130,8 +129,6 @@ class TelemetryServer:
     """
 
     name = NAME
-    follower: Follower | None = None
-    period_seconds = POLL_SECONDS
 
     def __init__(
         self,

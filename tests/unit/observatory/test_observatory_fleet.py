@@ -10,21 +10,19 @@ from foreign_stage import ForeignEngine, block
 
 from kvwatch.errors import ExporterError
 from kvwatch.exporters.identity import EngineIdentity
-from kvwatch.ledger.collector import Follower
-from kvwatch.ledger.pace import POLL_SECONDS
+from kvwatch.ledger.mirror import Mirror
 from kvwatch.ledger.view import Sample
 from kvwatch.observatory.fleet import Fleet
 from kvwatch.observatory.watch import Watch, WatchOptions
 from kvwatch.sources.source import FOREIGN_FEEDS
 from kvwatch.telemetry import metrics as m
+from kvwatch.telemetry.log import EventLog
 
 
 class BadPart:
     """A part that fails where it is told to."""
 
     name = "bad"
-    follower: Follower | None = None
-    period_seconds = POLL_SECONDS
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -50,9 +48,36 @@ class BadPart:
             raise error
 
 
+class CountingPart(BadPart):
+    """A part that follows the log into a ledger of its own, and never fails."""
+
+    name = "counting"
+    period_seconds = 0.02
+
+    def __init__(self, log: EventLog) -> None:
+        super().__init__("nowhere")
+        self.follower = Mirror(log.clock, 0, foreign=FOREIGN_FEEDS)
+
+
 def watch_of(engine: ForeignEngine, *parts: BadPart) -> Watch:
     options = WatchOptions(parts=parts, feeds=FOREIGN_FEEDS, view_interval_seconds=0)
     return Watch(engine.log, engine, lambda: EngineIdentity(engine.name), options)
+
+
+def test_a_part_that_follows_the_log_is_brought_what_happens_and_another_is_not() -> None:
+    engine = ForeignEngine("a")
+    engine.store(block(1))
+    part = CountingPart(engine.log)
+    watch = watch_of(engine, BadPart("nowhere"), part)
+
+    watch.attach()
+    for collector in watch.collectors:
+        assert collector.heal()
+    engine.store(block(2))
+    watch.finish()
+
+    assert [collector.name for collector in watch.collectors] == ["ledger", "counting"]
+    assert part.follower.view.seq == engine.log.head - 1
 
 
 def adding(fleet_of: list[Fleet], *watches: Watch) -> list:  # type: ignore[type-arg]
