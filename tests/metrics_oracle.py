@@ -313,7 +313,8 @@ class Oracle(Book):
         found |= {(m.CONFIG_VALUE, (key,)): number for key, number in settings.numbers().items()}
         found |= {(m.CONFIG_DRIFT, (key,)): number for key, number in self.core.config_drift.items()}
         num_idle_pinned = sum(not pool.ref_counts[block] for block in pinned)
-        found |= self.pool.gauges(settings.block_size, len(settings.windows), num_idle_pinned)
+        num_arriving = 0 if self.transfers is None else self.transfers.num_arriving("device")
+        found |= self.pool.gauges(settings.block_size, len(settings.windows), num_idle_pinned, num_arriving)
         live = {request.request_id for request in lifecycle.requests()}
         if self.transfers is not None:
             found |= self.transfers.gauges(settings.block_size)

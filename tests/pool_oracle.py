@@ -170,8 +170,10 @@ class PoolWatch:
         blocks = range(1, self.pool.num_blocks)
         return [b for b in blocks if not self.pool.ref_counts[b] and self.pool.hashes[b] is not None]
 
-    def gauges(self, block_size: int, num_groups: int, num_idle_pinned: int) -> dict[Key, float | None]:
-        """Return every gauge that each tier has."""
+    def gauges(
+        self, block_size: int, num_groups: int, num_idle_pinned: int, num_arriving: int
+    ) -> dict[Key, float | None]:
+        """Return every gauge that each tier has; blocks that are arriving are used and hold nothing yet."""
         used, cached, capacity = self.used, self.cached, self.pool.num_blocks - 1
         found: dict[Key, float | None] = {
             (m.KV_BLOCK_CAPACITY, (self.tier,)): capacity,
@@ -180,14 +182,16 @@ class PoolWatch:
             (m.KV_USAGE_RATIO, (self.tier,)): len(used) / capacity,
         }
         for number in range(num_groups):
-            found |= self._group(number, used, cached, block_size)
+            found |= self._group(number, used, cached, block_size, num_arriving)
         return found | self._extremes(capacity)
 
-    def _group(self, number: int, used: list[int], cached: list[int], size: int) -> dict[Key, float | None]:
+    def _group(
+        self, number: int, used: list[int], cached: list[int], size: int, num_arriving: int
+    ) -> dict[Key, float | None]:
         """Return what one KV group has of the blocks that are used and cached."""
         pool = self.pool
         mine = [block for block in used if not pool.groups or pool.groups[block] == number]
-        held, filled = len(mine) * size, sum(pool.filled_slots[block] for block in mine)
+        held, filled = (len(mine) - num_arriving) * size, sum(pool.filled_slots[block] for block in mine)
         place = (self.tier, str(number))
         return {
             (m.KV_BLOCKS, (*place, "used")): len(mine),

@@ -173,12 +173,17 @@ class TransferWatch:
         """Whose blocks are on their way; empty text stands for offloads."""
         return {each.request for each in self._open.values() if not each.is_late}
 
+    def num_arriving(self, tier: str) -> int:
+        """Return how many blocks of a tier are being written."""
+        writing = [each for each in self._open.values() if each.tiers[1] == tier and not each.is_late]
+        return sum(len(each.job.source_keys) for each in writing)
+
     def gauges(self, block_size: int) -> dict[Key, float | None]:
         """Return every gauge of the tiers behind the device, and what is on its way."""
         found: dict[Key, float | None] = {}
         for watch, level in zip(self.pools, self.tiers._levels, strict=True):
             assert watch.pool is level.pool
-            found |= watch.gauges(block_size, 1, 0)
+            found |= watch.gauges(block_size, 1, 0, self.num_arriving(level.tier))
             for reason, number in level.pool.ignored_files.items():
                 found[m.KV_TIER_IGNORED_FILES, (level.tier, reason)] = number
         for tier in ("device", *(level.tier for level in self.tiers._levels)):

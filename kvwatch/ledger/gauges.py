@@ -93,7 +93,7 @@ def _pool_gauges(pool: TierPool, ledger: Ledger) -> list[Sample]:
 def _group_gauges(pool: TierPool, group: GroupPool, ledger: Ledger) -> list[Sample]:
     by_group, used = (pool.tier, group.name), group.num_used
     block_size, filled = ledger.limits.block_size_tokens, pool.num_filled_slots_of(group.name)
-    held = used * block_size
+    held = (used - _num_arriving(pool, ledger)) * block_size
     return [
         Sample(m.KV_BLOCKS, (*by_group, "used"), used),
         Sample(m.KV_BLOCKS, (*by_group, "cached"), group.num_cached),
@@ -104,6 +104,11 @@ def _group_gauges(pool: TierPool, group: GroupPool, ledger: Ledger) -> list[Samp
         Sample(m.KV_SHARED_BLOCKS, by_group, group.num_shared),
         Sample(m.KV_SHARING_SAVED_BLOCKS, by_group, group.num_entries - used),
     ]
+
+
+def _num_arriving(pool: TierPool, ledger: Ledger) -> int:
+    """Return how many used blocks of a group are being written by transfers; engines with tiers have one group."""
+    return ledger.transfers.num_arriving(pool.tier) if len(ledger.pools) > 1 else 0
 
 
 def _pressure_gauges(pool: TierPool, ledger: Ledger) -> list[Sample]:

@@ -40,6 +40,10 @@ class OpenTransfers:
         """Return how many blocks of a tier are being read or written. O(transfers)."""
         return sum(state.num_blocks for state in self._open.values() if tier in (state.from_tier, state.to_tier))
 
+    def num_arriving(self, tier: str) -> int:
+        """Return how many blocks of a tier are being written: used, and without content yet. O(transfers)."""
+        return sum(state.num_blocks for state in self._open.values() if tier == state.to_tier)
+
     def to_states(self) -> list[TransferState]:
         """Return them in the form of a snapshot."""
         return list(self._open.values())

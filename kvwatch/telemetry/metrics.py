@@ -72,15 +72,17 @@ KV_TOKEN_CAPACITY = _gauge(
     moves="When the pool is built or resized.", action="With one KV group, the longest request that can ever run.",
 )  # fmt: skip
 KV_HELD_SLOTS = _gauge(
-    "kv_held_slots", "Slots of used blocks (used blocks x block size).", "tokens", ("tier", "group"),
-    moves="With allocations and releases.", action="See kv_waste_ratio.",
+    "kv_held_slots", "Slots of used blocks but those that are being written by a transfer between tiers.", "tokens",
+    ("tier", "group"), moves="With allocations, releases and ends of transfers.", action="See kv_waste_ratio.",
 )  # fmt: skip
 KV_FILLED_SLOTS = _gauge(
     "kv_filled_slots", "Slots of used blocks that hold K/V.", "tokens", ("tier", "group"),
     moves="At every step.", action="See kv_waste_ratio.",
 )  # fmt: skip
 KV_WASTE_RATIO = _gauge(
-    "kv_waste_ratio", "Part of the held slots that holds no token (1 - filled/held); 0 while nothing is held.", "ratio",
+    "kv_waste_ratio",
+    "Part of the held slots that holds no token (1 - filled/held); 0 while nothing is held. A block that a transfer writes"
+    " is no waste: it counts when it has arrived.", "ratio",
     ("tier", "group"), moves="At every step.", aggregate="1 - sum of filled / sum of held",
     action="High with short requests and large blocks: choose a smaller block size.",
 )  # fmt: skip

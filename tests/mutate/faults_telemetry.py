@@ -301,4 +301,12 @@ TELEMETRY = (
             "::test_the_page_answers_while_the_engine_is_in_a_long_step",
         ),
     ),
+    Fault(
+        name="a-transfer-is-waste",
+        stands_for="A host is wasted to the last block while the first request is on its way there.",
+        file="kvwatch/ledger/gauges.py",
+        old="    held = (used - _num_arriving(pool, ledger)) * block_size\n",
+        new="    held = used * block_size\n",
+        tests=(f"{MIRROR}::test_a_block_that_a_transfer_writes_is_used_and_no_waste",),
+    ),
 )

@@ -5,12 +5,25 @@ import pytest
 import structlog
 from naive_engine import ManualClock, NaiveEngine
 
+from kvwatch.derive.scenario import ScenarioClock
+from kvwatch.derive.tier_scenario import opening_tier_snapshot, play_tiers
 from kvwatch.ledger.collector import BATCH
 from kvwatch.ledger.mirror import Mirror
 from kvwatch.ledger.series import SeriesSettings
+from kvwatch.ledger.view import View
 from kvwatch.telemetry import metrics as m
-from kvwatch.telemetry.events import BlocksLaidOut, DrainStarted, EngineEnded, EngineStalled, StepFailed
+from kvwatch.telemetry.events import (
+    BlocksLaidOut,
+    DrainStarted,
+    EngineEnded,
+    EngineStalled,
+    StepCompleted,
+    StepFailed,
+    TransferFailed,
+    TransferStarted,
+)
 from kvwatch.telemetry.log import Cursor, EventLog
+from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import TierState
 
 
@@ -87,6 +100,49 @@ def test_waste_is_the_part_of_held_slots_without_tokens() -> None:
 
     assert stage.mirror.view.value(m.KV_FILLED_SLOTS, "device", "0") == 1
     assert stage.mirror.view.value(m.KV_WASTE_RATIO, "device", "0") == 0.75
+
+
+def views_of_tiers(events: list[Event]) -> list[View]:
+    """Return the views of an engine with host and disk at the end of each step of a tiers' scenario."""
+    mirror = Mirror(ScenarioClock(), 0.0)
+    mirror.load(opening_tier_snapshot())
+    views = []
+    for event in events:
+        mirror.apply([event])
+        if isinstance(event, StepCompleted):
+            views.append(mirror.view)
+    return views
+
+
+def tier_events() -> list[Event]:
+    clock = ScenarioClock()
+    log = EventLog(1024, clock)
+    cursor = log.subscribe("test")
+    play_tiers(log, clock)
+    return cursor.read(1024)
+
+
+def test_a_block_that_a_transfer_writes_is_used_and_no_waste() -> None:
+    """The whole of a host was wasted, said the gauge, for as long as the first request was on its way there."""
+    swapping, restored, *_ = views_of_tiers(tier_events())
+
+    assert swapping.value(m.KV_BLOCKS, "host", "0", "used") == swapping.value(m.KV_BLOCKS_IN_TRANSFER, "host") == 3
+    host = [swapping.value(each, "host", "0") for each in (m.KV_HELD_SLOTS, m.KV_FILLED_SLOTS, m.KV_WASTE_RATIO)]
+    assert host == [0, 0, 0]
+    assert swapping.value(m.KV_WASTE_RATIO, "device", "0") == pytest.approx(1 - 10 / 12), "what is read is held on"
+    assert restored.value(m.KV_HELD_SLOTS, "device", "0") == 12
+    assert restored.value(m.KV_WASTE_RATIO, "device", "0") == pytest.approx(1 - 10 / 12)
+
+
+def test_blocks_of_a_transfer_that_was_given_up_hold_nothing_and_are_waste() -> None:
+    events = tier_events()
+    started = next(place for place, event in enumerate(events) if isinstance(event, TransferStarted))
+    failed = TransferFailed(0, "swap_out", "a", "deadline", 3, "device", "host")
+    ended = next(event for event in events if isinstance(event, StepCompleted))
+    (view,) = views_of_tiers([*events[: started + 1], failed, ended])
+
+    assert view.value(m.KV_HELD_SLOTS, "host", "0") == 12
+    assert view.value(m.KV_WASTE_RATIO, "host", "0") == 1
 
 
 def test_before_the_first_snapshot_gauges_are_absent_and_counters_are_zero() -> None:
