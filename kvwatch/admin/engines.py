@@ -163,9 +163,9 @@ class AdminEngines:
             for each in self._engines.values()
             if query.engine in {"", each.name} and query.dp_rank in {UNSET, each.dp_rank}
         ]
-        if len(found) == 1:
-            return found[0]
         waited_for = [each.name for each in self.unreached()]
+        if len(found) == 1 and (query.engine or not waited_for):  # else who is meant would change when others come
+            return found[0]
         if query.engine in waited_for:
             detail = f"engine {query.engine} was not reached yet; try again later"
             raise Problem(problems.UNAVAILABLE, detail, _LATER)

@@ -107,6 +107,9 @@ def test_the_list_of_engines_says_who_was_never_reached_who_is_and_who_was_lost(
             reached = told("chat")
             assert reached["is_alive"]
             assert near.get("/pool?engine=chat").status_code == 200
+            unnamed = near.get("/pool")
+            assert unnamed.status_code == 409, "whom a change means must not depend on who was reached first"
+            assert "far (not reached yet)" in unnamed.json()["detail"]
         wait_until(lambda: told("chat")["state"] == "lost", 60)
         lost = told("chat")
 
