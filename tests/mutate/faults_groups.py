@@ -221,8 +221,8 @@ GROUPS = (
         name="layers-write-to-the-first-groups-slots",
         stands_for="Keys and values of all layers go where the first group's table says.",
         file="engine/kvwatch_engine/model/attention.py",
-        old="            self._slots[group],\n",
-        new="            self._slots[0 * group],\n",
+        old="            self._slots[group],\n            norm_weight=norm_weight,\n",
+        new="            self._slots[0 * group],\n            norm_weight=norm_weight,\n",
         tests=(TEXTS,),
     ),
     Fault(

@@ -28,6 +28,7 @@ from mutate.faults_kernels_triton import KERNELS_TRITON
 from mutate.faults_live import LIVE_CHANGES
 from mutate.faults_lora import LORA
 from mutate.faults_metrics import METRICS
+from mutate.faults_models import MODELS
 from mutate.faults_sources import SOURCES
 from mutate.faults_telemetry import TELEMETRY
 from mutate.trial import Outcome, Verdict, check_imports, copy_tree, run_tests, try_fault
@@ -46,6 +47,7 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "live": LIVE_CHANGES,
     "lora": LORA,
     "metrics": METRICS,
+    "models": MODELS,
     "sources": SOURCES,
     "telemetry": TELEMETRY,
 }

@@ -14,6 +14,16 @@ ModelImplementation = Literal["auto", LoadedImplementation]
 """What may be asked for; `auto` is the lean decoder where it knows the model."""
 
 
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """Where the tokenizer and the chat template come from, if not from the model's folder."""
+
+    tokenizer: Path | None = None
+    """Folder of the tokenizer."""
+    chat_template: str | None = None
+    """The template itself, in Jinja."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
     """Sampling parameters that the model's generation_config recommends; none where it is silent."""
@@ -31,8 +41,12 @@ class ModelInfo:
 
     name: str
     """Name under which it is served."""
+    further_names: tuple[str, ...] = ()
+    """Names under which it is served as well."""
     folder: Path
     """Hugging Face folder with its configuration, tokenizer and chat template."""
+    texts: TextSource = TextSource()
+    """What was given instead of its own tokenizer and template."""
     architecture: str
     implementation: LoadedImplementation = "lean"
     num_layers: int
@@ -56,3 +70,13 @@ class ModelInfo:
     weights_bytes: int
     images: ImageInput | None = None
     """How it takes images; none if it takes none."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names under which it is served, the one in answers and metrics first."""
+        return (self.name, *self.further_names)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Folder of its tokenizer."""
+        return self.texts.tokenizer or self.folder

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from kvwatch_engine.contracts.errors import ModelError
 from kvwatch_engine.contracts.model import SamplingDefaults
+from kvwatch_engine.model.sources import has_tokenizer
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def _number(values: dict[str, Any], key: str) -> float | None:
     return float(value)
 
 
-def eos_token_ids(folder: Path, generation: dict[str, Any], config: PreTrainedConfig) -> tuple[int, ...]:
+def eos_token_ids(tokenizer_folder: Path, generation: dict[str, Any], config: PreTrainedConfig) -> tuple[int, ...]:
     """Return the ids that end a sequence: of the generation configuration, else the model's, else the tokenizer's.
 
     A file that names none says nothing; the next one is asked. No end token at all gives an empty tuple.
@@ -77,9 +78,9 @@ def eos_token_ids(folder: Path, generation: dict[str, Any], config: PreTrainedCo
         ids = _as_ids(value)
         if ids:
             return ids
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+    if not has_tokenizer(tokenizer_folder):
         return ()
-    return _as_ids(AutoTokenizer.from_pretrained(folder, local_files_only=True).eos_token_id)
+    return _as_ids(AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True).eos_token_id)
 
 
 def _as_ids(value: object) -> tuple[int, ...]:

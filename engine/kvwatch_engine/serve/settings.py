@@ -21,7 +21,16 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
         ModelImplementation,
         setting("What computes the model's layers; auto: the lean decoder where it knows the model."),
     ] = "auto"
-    served_model_name: Annotated[str | None, setting("Name under which the API offers the model.")] = None
+    served_model_name: Annotated[
+        tuple[str, ...],
+        setting("Name under which the API offers the model; repeatable, the first is that of answers and metrics."),
+    ] = ()
+    tokenizer: Annotated[
+        str | None, setting("Folder or hub name of a tokenizer to take instead of the model's own.")
+    ] = None
+    chat_template: Annotated[
+        str | None, setting("File with a chat template in Jinja to take instead of the model's own.")
+    ] = None
     host: Annotated[str, setting("Address of the API.")] = "127.0.0.1"
     port: Annotated[int, setting("Port of the API; 0 takes a free one.", minimum=0, maximum=65_535)] = 8000
     api_key_file: Annotated[

@@ -135,7 +135,7 @@ class Adapters:
             check_adapter_name(name)
         except AdapterError as error:
             raise AdapterRefused(str(error), param="lora_name", code="lora_refused") from error
-        if name == self._models.base.name or (self._models.is_taken(name) and not replace):
+        if self._models.is_base(name) or (self._models.is_taken(name) and not replace):
             raise AdapterExists(
                 f"something is served as {shorten(name)!r} already; unload it first, or choose another name",
                 param="lora_name",

@@ -63,7 +63,7 @@ def create_app(  # noqa: PLR0913 - by keyword
         ModelError: the model's tokenizer or image processor cannot be loaded.
         AdapterError: an adapter cannot be loaded.
     """
-    tokenizer = Tokenizer.load(model.folder)
+    tokenizer = Tokenizer.of_model(model)
     images = ImagePrompts.of_model(model, tokenizer, settings)
     prompts = PromptEncoder(tokenizer, settings, lambda: engine.max_model_len, images)
     chat_settings = settings if images is None else settings.with_room_for_images()

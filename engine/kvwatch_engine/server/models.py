@@ -21,7 +21,7 @@ class _Served(NamedTuple):
 
 
 class ServedModels:
-    """Names of the base model and of adapters. Event loop only, once it runs."""
+    """Names of the base model, of which it may have several, and of adapters. Event loop only, once it runs."""
 
     def __init__(self, engine: EngineClient, model: ModelInfo) -> None:
         self._engine = engine
@@ -44,20 +44,24 @@ class ServedModels:
         Raises:
             UnknownModel: nothing is.
         """
-        if name == self.base.name:
+        if self.is_base(name):
             return None
         served = self._adapters.get(name)
         if served is None:
             raise UnknownModel(name, self.base.name)
         return served.adapter
 
+    def is_base(self, name: str) -> bool:
+        """Whether the base model is served under a name."""
+        return name in self.base.names
+
     def is_taken(self, name: str) -> bool:
         """Whether something is served under a name."""
-        return name == self.base.name or name in self._adapters
+        return self.is_base(name) or name in self._adapters
 
     def add(self, adapter: Adapter) -> Adapter | None:
         """Serve an adapter under its name from now on; return the one that it takes the place of."""
-        assert adapter.name != self.base.name, "an adapter cannot hide its base model"
+        assert not self.is_base(adapter.name), "an adapter cannot hide its base model"
         before = self._adapters.get(adapter.name)
         self._adapters[adapter.name] = _Served(adapter, int(time.time()))
         return None if before is None else before.adapter
@@ -84,7 +88,7 @@ class ServedModels:
 
     def cards(self) -> list[Model]:
         """Return what is told of everything that is served, the base model first."""
-        return [self.card(name) for name in (self.base.name, *self._adapters)]
+        return [self.card(name) for name in (*self.base.names, *self._adapters)]
 
 
 def model_routes(models: ServedModels) -> list[Route]:

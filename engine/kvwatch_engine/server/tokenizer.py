@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from transformers import AutoTokenizer
 
 from kvwatch_engine.contracts.errors import ModelError
+from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.server.chat_template import ChatTemplate
 from kvwatch_engine.server.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
 
@@ -38,8 +39,29 @@ class Tokenizer:
         """Characters of the longest token, so that a text's least number of tokens is known before tokenising it."""
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
-        """Load the tokenizer of a model folder.
+    def of_model(cls, model: ModelInfo) -> "Tokenizer":
+        """Load the tokenizer of a model, or the one that was given instead.
+
+        Raises:
+            ModelError: there is none, it exists in Python only, or one that was given has tokens that the model lacks.
+        """
+        found = cls.load(model.tokenizer_folder, model.texts.chat_template)
+        highest = max(found._rust.get_vocab().values(), default=0)
+        # Of its own tokenizer a model may lack some on purpose: they are those that it never saw.
+        if model.texts.tokenizer is not None and highest >= model.vocab_size:
+            raise ModelError(
+                f"the tokenizer that was given has tokens up to {highest}, but the model's vocabulary ends at "
+                f"{model.vocab_size - 1}; give one that belongs to this model with --tokenizer"
+            )
+        return found
+
+    @classmethod
+    def load(cls, folder: Path, chat_template: str | None = None) -> "Tokenizer":
+        """Load the tokenizer of a folder.
+
+        Args:
+            folder: with its files.
+            chat_template: to take instead of the folder's; none takes that.
 
         Raises:
             ModelError: the folder has none, or one that exists in Python only.
@@ -47,13 +69,17 @@ class Tokenizer:
         try:
             loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # damaged files make its readers raise every kind
-            raise ModelError(f"the model's tokenizer cannot be loaded: {error}") from error
+            raise ModelError(
+                f"the model's tokenizer cannot be loaded: {error}; give another with --tokenizer"
+            ) from error
         rust = getattr(loaded, "backend_tokenizer", None)
         if not isinstance(rust, RustTokenizer):
             raise ModelError(
                 f"the model's tokenizer {type(loaded).__name__} has no tokenizer.json form; save it as a fast tokenizer"
             )
-        if not loaded.chat_template:
+        if chat_template is not None:
+            loaded.chat_template = chat_template
+        elif not loaded.chat_template:
             loaded.chat_template = _older_template(folder)
         return cls(rust, ChatTemplate(loaded))
 
