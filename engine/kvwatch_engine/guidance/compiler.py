@@ -72,6 +72,10 @@ class GuideCompiler:
             pending.add_done_callback(_note_error)
         return await asyncio.shield(pending)  # others may wait for the same one
 
+    def has_no_text(self, token_id: int) -> bool:
+        """Whether a grammar takes a token for a special one, which it must name by its id: no text allows it."""
+        return self._vocabulary is not None and self._vocabulary.is_special_token(token_id)
+
     async def close(self) -> None:
         """End the trial process and the thread that asks it. Sequences that are guided may go on."""
         for pending in self._pending.values():

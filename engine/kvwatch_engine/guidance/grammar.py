@@ -6,7 +6,8 @@ from typing import Literal
 
 from kvwatch_engine.contracts.errors import RequestInvalid
 
-GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
+"""`lark` is a grammar that this server wrote, `grammar` one that a request brings."""
 
 INVALID_GRAMMAR = "invalid_grammar"
 """Code of the refusal of a grammar that cannot be compiled, or not within its bounds."""

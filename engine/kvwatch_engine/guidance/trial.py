@@ -64,6 +64,8 @@ def _in_own_form(untried: Untried) -> str:
             choices = msgspec.json.decode(untried.text, type=list[str])
             quoted = (msgspec.json.encode(choice).decode() for choice in choices)
             return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted))
+        case "lark":
+            return LLMatcher.grammar_from_lark(untried.text)
         case "grammar":
             if untried.text.lstrip().startswith("{"):
                 # The library would take it for its own form, in which one may ask for anything.

@@ -153,7 +153,13 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
             engine,
             dispatcher,
             model.info,
-            images.limit(ServerSettings(drain_seconds=settings.drain_seconds, log_prompts=settings.log_prompts)),
+            images.limit(
+                ServerSettings(
+                    drain_seconds=settings.drain_seconds,
+                    log_prompts=settings.log_prompts,
+                    tool_parser=settings.tool_parser,
+                )
+            ),
             metrics_app=built.observatory.metrics_app,
             api_keys=api_keys,
             lora=adapter_options(settings, loras, model.adapters),

@@ -8,6 +8,7 @@ from kvwatch_engine.contracts.adapter import DEFAULT_MAX_ADAPTERS, DEFAULT_MAX_R
 from kvwatch_engine.contracts.cache import KVDtype
 from kvwatch_engine.contracts.model import ModelImplementation
 from kvwatch_engine.contracts.settings import PreemptionMode, VictimPolicy
+from kvwatch_engine.contracts.tools import ToolParser
 from kvwatch_engine.memory.tiers.tiers import DEFAULT_TRANSFER_SECONDS
 
 
@@ -108,6 +109,9 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
         float, setting("Seconds for which steps may stand still for that, as estimated.", minimum=0.01, maximum=3600)
     ] = 10.0
     rebuild_cooldown: Annotated[float, setting("Seconds between two such changes.", minimum=0, maximum=86_400)] = 60.0
+    tool_parser: Annotated[
+        ToolParser, setting("How the model writes calls of functions; auto: what its chat template shows.")
+    ] = "auto"
     max_images: Annotated[int, setting("Most images of one request, where the model takes images.", minimum=0)] = 8
     max_image_bytes: Annotated[str, setting("Most bytes of all images of one request, as files.")] = "10MiB"
     max_image_pixels: Annotated[int, setting("Most pixels of one image.", minimum=1)] = 16_777_216

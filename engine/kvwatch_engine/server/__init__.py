@@ -12,6 +12,7 @@
     guided.py         a request's fields -> the grammar that its text must keep to
     chat_template.py  messages -> the model's prompt text
     tokenizer.py      text <-> token ids, bytes of a token
+    tools/            functions that the model may call: offered, described, read from its text
     tokenization.py   `/tokenize`, `/detokenize`
     prompts.py        templates and tokenisation off the event loop, lengths checked first
     detokenizer.py    token by token to text, characters never broken
@@ -21,7 +22,7 @@
     generation.py     one HTTP request in the engine, from submit to the last token or the hang-up
     endpoint.py       the way of a request through all of these
     streaming.py      server-sent events
-    chat.py, completions.py   the two shapes of the API
+    chat.py, completions.py   the two APIs; chat_shape.py, tool_shape.py how chats are told
     models.py, health.py      the small routes
     adapters.py       LoRA adapters: loading and unloading them
     drain.py          refusing new work while running requests finish

@@ -32,6 +32,7 @@ from kvwatch_engine.server.request_log import RequestLog
 from kvwatch_engine.server.settings import ServerSettings
 from kvwatch_engine.server.tokenization import Tokenization, tokenization_routes
 from kvwatch_engine.server.tokenizer import Tokenizer
+from kvwatch_engine.server.tools.prompting import ToolPrompting
 
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
@@ -65,7 +66,13 @@ def create_app(  # noqa: PLR0913 - by keyword
     """
     tokenizer = Tokenizer.of_model(model)
     images = ImagePrompts.of_model(model, tokenizer, settings)
-    prompts = PromptEncoder(tokenizer, settings, lambda: engine.max_model_len, images)
+    prompts = PromptEncoder(
+        tokenizer,
+        settings,
+        lambda: engine.max_model_len,
+        images,
+        ToolPrompting.of_template(tokenizer.chat_template, settings.tool_parser),
+    )
     chat_settings = settings if images is None else settings.with_room_for_images()
     guides = GuideCompiler(tokenizer.to_json(), model.vocab_size, model.eos_token_ids, settings.guidance)
     drain = Drain(max(1, round(settings.drain_seconds)))
@@ -77,7 +84,9 @@ def create_app(  # noqa: PLR0913 - by keyword
         _post(_CHAT, GenerationEndpoint(chat, generations, drain, chat_settings)),
         _post(_COMPLETIONS, GenerationEndpoint(completions, generations, drain, settings)),
         *model_routes(models),
-        *tokenization_routes(Tokenization(models, tokenizer, prompts, lambda: engine.max_model_len), chat_settings),
+        *tokenization_routes(
+            Tokenization(models, tokenizer, prompts, lambda: engine.max_model_len, settings.guidance), chat_settings
+        ),
         *health_routes(engine, drain),
     ]
     adapters: Adapters | None = None

@@ -1,30 +1,21 @@
-"""`/v1/chat/completions`: from its body to a plan, and from generated text to its shape."""
+"""`/v1/chat/completions`: from its body to a plan."""
 
-from collections.abc import Sequence
-
-from msgspec import UNSET, Struct, UnsetType
-
+from kvwatch_engine.contracts.errors import RequestInvalid
+from kvwatch_engine.guidance import Grammar
 from kvwatch_engine.server.bodies import decode_body
-from kvwatch_engine.server.choice import ChoiceDelta
+from kvwatch_engine.server.chat_shape import ChatShape
 from kvwatch_engine.server.conversation import conversation
 from kvwatch_engine.server.generation import Job
-from kvwatch_engine.server.guided import requested_grammar
-from kvwatch_engine.server.logprobs import BytesOf, chat_logprobs
+from kvwatch_engine.server.guided import refuse_beside, requested_grammar
+from kvwatch_engine.server.logprobs import BytesOf
 from kvwatch_engine.server.planning import Planner
-from kvwatch_engine.server.protocol.chat import (
-    AnswerMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatRequest,
-    ChunkChoice,
-    Delta,
-)
-from kvwatch_engine.server.protocol.reply import Usage
+from kvwatch_engine.server.protocol.chat import ChatRequest
 from kvwatch_engine.server.refusals import refuse_unsupported, template_variables
 from kvwatch_engine.server.sampling import check_prompt_length, sampling_params, stop_strings
 from kvwatch_engine.server.shapes import Head, Plan
+from kvwatch_engine.server.tool_shape import ToolShape
+from kvwatch_engine.server.tools.offer import Offer, offer_of
+from kvwatch_engine.server.tools.reader import ToolReader
 
 
 class ChatPlanner(Planner):
@@ -37,7 +28,8 @@ class ChatPlanner(Planner):
         request = decode_body(body, ChatRequest)
         adapter = self.adapter_of(request.model)
         refuse_unsupported(request)
-        grammar = requested_grammar(request, self.guides.limits)
+        offer = offer_of(request.tools, request.tool_choice, request.parallel_tool_calls, self.guides.limits)
+        grammar = self._grammar(request, offer)
         head = self.head(request, "chatcmpl", adapter)
         stops = stop_strings(request, self.settings)
         urgency = self.urgency(request)
@@ -46,7 +38,7 @@ class ChatPlanner(Planner):
         turns = conversation(
             request.messages, takes_images=self.model.images is not None, max_model_len=self.max_model_len
         )
-        prompt = await self.prompts.encode_chat(turns, template_variables(request.chat_template_kwargs))
+        prompt = await self.prompts.encode_chat(turns, template_variables(request.chat_template_kwargs), offer=offer)
         self.log_prompt(prompt.text)
         check_prompt_length(len(prompt.token_ids), self.max_model_len, "messages")
         sampling = sampling_params(request, len(prompt.token_ids), self.bounds())
@@ -60,74 +52,39 @@ class ChatPlanner(Planner):
             urgency=urgency,
             adapter=adapter,
             guide=await self.guide(grammar),
+            shown_tokens=self._shown_tokens() if offer is not None else {},
         )
         bytes_of = self.tokenizer.token_bytes if sampling.logprobs is not None else None
-        return Plan(job=job, shape=ChatShape(head, bytes_of), is_stream=bool(request.stream))
+        shape = ChatShape(head, bytes_of) if offer is None else self._tool_shape(head, bytes_of, offer)
+        return Plan(job=job, shape=shape, is_stream=bool(request.stream))
 
+    def _grammar(self, request: ChatRequest, offer: Offer | None) -> Grammar | None:
+        """Return what the text must be: what the request says, or calls if there have to be some."""
+        grammar = requested_grammar(request, self.guides.limits)
+        if offer is None:
+            return grammar
+        if grammar is not None:
+            raise RequestInvalid(
+                f"{grammar.param} does not go together with tools, whose calls are none of such texts; remove one, or "
+                "set tool_choice to none",
+                param=grammar.param,
+            )
+        if offer.choice == "auto":
+            return None
+        calls = self.prompts.tools.grammar(offer, self._token_of_grammar)
+        refuse_beside(request, calls)
+        return calls
 
-class ChatShape:
-    """Chat completions and their chunks."""
+    def _token_of_grammar(self, marker: str) -> int | None:
+        """Return the token that a grammar must name instead of its text; none if the text will do."""
+        token_id = self.tokenizer.id_of(marker)
+        return token_id if token_id is not None and self.guides.has_no_text(token_id) else None
 
-    def __init__(self, head: Head, bytes_of: BytesOf | None) -> None:
-        """Create the shape of one answer.
+    def _shown_tokens(self) -> dict[int, str]:
+        """Return the special tokens that belong to calls."""
+        ids = {self.tokenizer.special_id(marker): marker for marker in self.prompts.tools.family.markers}
+        return {token_id: marker for token_id, marker in ids.items() if token_id is not None}
 
-        Args:
-            head: what every chunk repeats.
-            bytes_of: gives the bytes of a token; none when no log-probabilities were asked for.
-        """
-        self.head = head
-        self._bytes_of = bytes_of
-
-    def chunks(self, delta: ChoiceDelta) -> list[Struct]:
-        """Return the role before the first text, the text, and the reason after the last."""
-        choices: list[ChunkChoice] = []
-        if delta.is_first:
-            choices.append(ChunkChoice(delta.index, Delta(role="assistant", content="")))
-        if delta.text or delta.records:
-            choices.append(ChunkChoice(delta.index, Delta(content=delta.text), self._logprobs(delta)))
-        if delta.finish_reason is not None:
-            choices.append(ChunkChoice(delta.index, Delta(), None, delta.finish_reason, _score(delta)))
-        return [self._chunk([choice]) for choice in choices]
-
-    def usage_chunk(self, usage: Usage) -> Struct:
-        """Return the chunk without choices that carries the usage."""
-        chunk = self._chunk([])
-        chunk.usage = usage
-        return chunk
-
-    def answer(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Struct:
-        """Return the whole completion."""
-        return ChatCompletion(
-            id=self.head.id,
-            created=self.head.created,
-            model=self.head.model,
-            system_fingerprint=self.head.fingerprint,
-            choices=[
-                ChatChoice(
-                    choice.index,
-                    AnswerMessage(choice.text),
-                    self._logprobs(choice),
-                    choice.finish_reason or "stop",
-                    _score(choice),
-                )
-                for choice in choices
-            ],
-            usage=usage,
-        )
-
-    def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
-        return ChatChunk(
-            id=self.head.id,
-            created=self.head.created,
-            model=self.head.model,
-            system_fingerprint=self.head.fingerprint,
-            choices=choices,
-            usage=self.head.chunk_usage,
-        )
-
-    def _logprobs(self, delta: ChoiceDelta) -> ChatLogprobs | None:
-        return None if self._bytes_of is None else chat_logprobs(delta.records, self._bytes_of)
-
-
-def _score(delta: ChoiceDelta) -> float | UnsetType:
-    return UNSET if delta.score is None else delta.score
+    def _tool_shape(self, head: Head, bytes_of: BytesOf | None, offer: Offer) -> ToolShape:
+        family, max_calls = self.prompts.tools.family, None if offer.is_parallel else 1
+        return ToolShape(head, bytes_of, lambda: ToolReader(family, offer.names, max_calls))

@@ -7,8 +7,9 @@ from jinja2 import TemplateError
 
 from kvwatch_engine.contracts.errors import RequestInvalid
 
-ChatMessage = dict[str, str | list[dict[str, str]]]
-"""`role` and `content` of a message as templates take them; content is text or parts, as the template wants."""
+ChatMessage = dict[str, object]
+"""A message as templates take it: `role`, `content` (text or parts, as the template wants), and what belongs to calls:
+`tool_calls` of the assistant, whose arguments are objects; `tool_call_id` of a result."""
 
 
 class _TemplateOwner(Protocol):
@@ -27,15 +28,26 @@ class ChatTemplate:
     def __init__(self, owner: _TemplateOwner) -> None:
         self._owner = owner
 
+    @property
+    def source(self) -> str:
+        """The template itself; of several all of them."""
+        return str(self._owner.chat_template or "")
+
     def render(
-        self, messages: Sequence[ChatMessage], variables: dict[str, bool], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        variables: dict[str, bool],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, object]] | None = None,
     ) -> str:
         """Return the prompt: the messages and the opening of the assistant's answer. Any thread.
 
         Args:
-            messages: `role` and `content` of each.
+            messages: the conversation.
             variables: further variables of the template, already checked (see `refusals.py`).
             add_generation_prompt: whether the answer is opened.
+            tools: functions that may be called, for a template that knows them.
 
         Raises:
             RequestInvalid: the model has no template, or its template refuses these messages.
@@ -44,7 +56,7 @@ class ChatTemplate:
             raise RequestInvalid("this model has no chat template; use /v1/completions with a prompt", param="messages")
         try:
             text = self._owner.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **variables
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **variables
             )
         except Exception as error:  # a template is a program: besides refusing, it can fail in any way
             reason = (error.message if isinstance(error, TemplateError) else None) or type(error).__name__

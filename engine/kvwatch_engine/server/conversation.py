@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.server.errors import shorten
 from kvwatch_engine.server.protocol.chat import ContentPart, Message
+from kvwatch_engine.server.protocol.tools import MessageToolCall
 from kvwatch_engine.server.sampling import too_long
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Role in a request -> role in chat templates; `developer` is OpenAI's newer word for `system`."""
 _DETAILS = (None, "auto", "low", "high")
 
@@ -32,16 +35,44 @@ class TextPart:
 
 
 @dataclass(frozen=True, slots=True)
+class PastCall:
+    """A call that the assistant made."""
+
+    id: str
+    name: str
+    arguments: dict[str, object]
+    num_chars: int
+    """Characters of its arguments as JSON."""
+
+    def for_template(self) -> dict[str, object]:
+        """Return it as chat templates take it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One message; its role is one that chat templates know."""
 
     role: str
     parts: tuple[TextPart | ImagePart, ...]
+    calls: tuple[PastCall, ...] = ()
+    call_id: str = ""
+    """Of role `tool`: the call whose result it is."""
 
     @property
     def num_chars(self) -> int:
-        """Characters of its texts."""
-        return sum(len(part.text) for part in self.parts if isinstance(part, TextPart))
+        """Characters of its texts and calls."""
+        texts = sum(len(part.text) for part in self.parts if isinstance(part, TextPart))
+        return texts + sum(call.num_chars for call in self.calls)
+
+    def for_template(self, content: object) -> dict[str, object]:
+        """Return it as chat templates take it; `content` is text or parts, as the template wants."""
+        message: dict[str, object] = {"role": self.role, "content": content}
+        if self.calls:
+            message["tool_calls"] = [call.for_template() for call in self.calls]
+        if self.call_id:
+            message["tool_call_id"] = self.call_id
+        return message
 
     def as_lines(self, placeholder: str = "") -> str:
         """Return its content as one text: several parts become lines, an image the placeholder."""
@@ -79,16 +110,48 @@ def _turn(message: Message, param: str, takes_images: bool) -> Turn:  # noqa: FB
         raise RequestInvalid(
             f"{param}.role is {shorten(message.role)!r}; supported are {', '.join(_ROLES)}", param=f"{param}.role"
         )
-    for name in ("tool_calls", "function_call", "audio"):
-        if getattr(message, name) not in (None, []):
+    for name in ("function_call", "audio"):
+        if getattr(message, name) is not None:
             raise RequestInvalid(f"{param}.{name} is not supported by this server", param=f"{param}.{name}")
-    content = f"{param}.content"
+    calls = _calls(message, param)
+    call_id = message.tool_call_id or ""
+    if (role == "tool") != bool(call_id):
+        field = f"{param}.tool_call_id"
+        what = "is missing; send the id of the call" if role == "tool" else "belongs to messages of role tool"
+        raise RequestInvalid(f"{field} {what}", param=field)
+    return Turn(role, _content(message, f"{param}.content", takes_images), calls, call_id)
+
+
+def _calls(message: Message, param: str) -> tuple[PastCall, ...]:
+    if message.tool_calls and message.role != "assistant":
+        raise RequestInvalid(f"{param}.tool_calls belongs to messages of role assistant", param=f"{param}.tool_calls")
+    return tuple(_call(call, f"{param}.tool_calls[{place}]") for place, call in enumerate(message.tool_calls or ()))
+
+
+def _call(call: MessageToolCall, param: str) -> PastCall:
+    if call.type != "function":
+        raise RequestInvalid(f"{param}.type is {shorten(call.type)!r}; only functions are", param=f"{param}.type")
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestInvalid(f"{param}.function.arguments is no JSON object", param=f"{param}.function.arguments")
+    return PastCall(call.id, call.function.name, arguments, len(call.function.arguments))
+
+
+def _content(
+    message: Message,
+    param: str,
+    takes_images: bool,  # noqa: FBT001 (private)
+) -> tuple[TextPart | ImagePart, ...]:
     if message.content is None:
-        raise RequestInvalid(f"{content} is missing; send text", param=content)
+        if message.tool_calls:
+            return ()
+        raise RequestInvalid(f"{param} is missing; send text", param=param)
     if isinstance(message.content, str):
-        return Turn(role, (TextPart(message.content, content),))
-    parts = [_part(part, f"{content}[{place}]", takes_images) for place, part in enumerate(message.content)]
-    return Turn(role, tuple(parts))
+        return (TextPart(message.content, param),)
+    return tuple(_part(part, f"{param}[{place}]", takes_images) for place, part in enumerate(message.content))
 
 
 def _part(part: ContentPart, param: str, takes_images: bool) -> TextPart | ImagePart:  # noqa: FBT001 (private)

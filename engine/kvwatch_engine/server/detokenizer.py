@@ -8,7 +8,7 @@ again for each token, and raises when bytes that looked like a character turn ou
 """
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -104,3 +104,28 @@ class WindowDetokenizer:
         self._context, self._held = self._held, []
         self._context_text = self._decode(self._context)
         return new
+
+
+class ShowingDetokenizer:
+    """Shows certain special tokens by their names; what stands before and after one are texts of their own."""
+
+    __slots__ = ("_inner", "_make", "_shown")
+
+    def __init__(self, make: Callable[[], Detokenizer], shown: Mapping[int, str]) -> None:
+        """Take what makes a decoder of a text, and the names of the tokens that are shown."""
+        self._make = make
+        self._shown = shown
+        self._inner = make()
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer.push`."""
+        name = self._shown.get(token_id)
+        if name is None:
+            return self._inner.push(token_id)
+        text = self._inner.flush() + name
+        self._inner = self._make()
+        return text
+
+    def flush(self) -> str:
+        """See `Detokenizer.flush`."""
+        return self._inner.flush()

@@ -1,7 +1,7 @@
 """One HTTP request in the engine: submitted, read step by step, and aborted whenever nobody wants it any more."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -57,6 +57,8 @@ class Job:
     """LoRA adapter that computes it; none is the base model."""
     guide: Guide | None = None
     """Grammar that each text keeps to; none if they are free."""
+    shown_tokens: Mapping[int, str] = field(default_factory=dict)
+    """Special tokens that have a text all the same."""
     origin: RequestOrigin = field(default_factory=RequestOrigin)
 
     def requests(self) -> list[GenerationRequest]:
@@ -188,7 +190,7 @@ class Generations:
         for sequence in range(job.sampling.n):
             run.choices[name, sequence] = Choice(
                 place * job.sampling.n + sequence,
-                self._tokenizer.detokenizer(),
+                self._tokenizer.detokenizer(job.shown_tokens),
                 StopMatcher(stops),
                 job.sampling,
                 ends,

@@ -36,7 +36,7 @@ def requested_grammar(request: GenerationFields, limits: GuidanceLimits) -> Gram
         )
     [grammar] = found
     grammar.check_size(limits)
-    _refuse_beside(request, grammar)
+    refuse_beside(request, grammar)
     return grammar
 
 
@@ -127,8 +127,12 @@ def _choice(choices: list[str], param: str, limits: GuidanceLimits) -> Grammar:
     return Grammar("choice", msgspec.json.encode(choices).decode(), param)
 
 
-def _refuse_beside(request: GenerationFields, grammar: Grammar) -> None:
-    """Refuse what would have to break the grammar, or be broken by it."""
+def refuse_beside(request: GenerationFields, grammar: Grammar) -> None:
+    """Refuse what would have to break the grammar, or be broken by it.
+
+    Raises:
+        RequestInvalid: there is such a field.
+    """
     if request.use_beam_search:
         reason = "a beam search cannot keep to a grammar"
         name = "use_beam_search"

@@ -75,12 +75,12 @@ class ImagePrompts:
     def message(self, turn: Turn) -> ChatMessage:
         """Return a turn as the model's chat template takes it."""
         if not self._takes_parts:
-            return {"role": turn.role, "content": turn.as_lines(self._placeholder)}
+            return turn.for_template(turn.as_lines(self._placeholder))
         parts = [
             {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
             for part in turn.parts
         ]
-        return {"role": turn.role, "content": parts}
+        return turn.for_template(parts)
 
     def expand(self, token_ids: Sequence[int], num_images: int) -> tuple[tuple[int, ...], list[int]]:
         """Return the tokens of a rendered prompt with a run of placeholders for each image, and where the runs begin.

@@ -18,6 +18,8 @@ from kvwatch_engine.server.image_prompts import ImagePrompts
 from kvwatch_engine.server.sampling import check_prompt_length, too_long
 from kvwatch_engine.server.settings import ServerSettings
 from kvwatch_engine.server.tokenizer import Tokenizer
+from kvwatch_engine.server.tools.offer import Offer
+from kvwatch_engine.server.tools.prompting import ToolPrompting
 
 _SHRINKING = 4
 """How much a normaliser may shorten a text (composed characters) before it is cut into tokens."""
@@ -44,6 +46,7 @@ class PromptEncoder:
         settings: ServerSettings,
         max_model_len: Callable[[], int],
         images: ImagePrompts | None = None,
+        tools: ToolPrompting | None = None,
     ) -> None:
         """Start the threads.
 
@@ -52,7 +55,9 @@ class PromptEncoder:
             settings: limits.
             max_model_len: gives the longest sequence in tokens.
             images: what images in prompts need; none if the model takes none.
+            tools: how its template takes tools; found out if it is not given.
         """
+        self.tools = tools or ToolPrompting.of_template(tokenizer.chat_template)
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._max_pending = settings.max_pending_prompts
@@ -82,13 +87,19 @@ class PromptEncoder:
         return await self._run(lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode_chat(
-        self, turns: Sequence[Turn], variables: dict[str, bool], *, add_generation_prompt: bool = True
+        self,
+        turns: Sequence[Turn],
+        variables: dict[str, bool],
+        *,
+        offer: Offer | None = None,
+        add_generation_prompt: bool = True,
     ) -> ChatPrompt:
         """Return the prompt of a conversation.
 
         Args:
             turns: its messages.
             variables: further variables of the template.
+            offer: functions that the model may call.
             add_generation_prompt: whether the assistant's answer is opened.
 
         Raises:
@@ -105,7 +116,7 @@ class PromptEncoder:
             )
         self._num_pending_bytes += num_bytes
         try:
-            return await self._run(lambda: self._encode_chat(turns, variables, add_generation_prompt))
+            return await self._run(lambda: self._encode_chat(turns, variables, offer, add_generation_prompt))
         finally:
             self._num_pending_bytes -= num_bytes
 
@@ -130,14 +141,17 @@ class PromptEncoder:
         self,
         turns: Sequence[Turn],
         variables: dict[str, bool],
+        offer: Offer | None,
         add_generation_prompt: bool,  # noqa: FBT001 (private)
     ) -> ChatPrompt:
         images = self._images
         messages: list[ChatMessage] = [
-            images.message(turn) if images is not None else {"role": turn.role, "content": turn.as_lines()}
-            for turn in turns
+            images.message(turn) if images is not None else turn.for_template(turn.as_lines()) for turn in turns
         ]
-        text = self._tokenizer.chat_template.render(messages, variables, add_generation_prompt=add_generation_prompt)
+        messages, tools = self.tools.prepare(messages, offer)
+        text = self._tokenizer.chat_template.render(
+            messages, variables, add_generation_prompt=add_generation_prompt, tools=tools
+        )
         self._check_chars(len(text), "messages")
         # The template wrote the begin token where the model wants one.
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)

@@ -42,6 +42,9 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
 }
 """Values that ask for nothing, beside null."""
 
+_CHAT_FIELDS = ("tools", "tool_choice")
+"""Implemented for chats, and for nothing else."""
+
 _TEMPLATE_VARIABLES = ("enable_thinking",)
 """Variables that `chat_template_kwargs` may set. Others could reach the arguments of the renderer itself."""
 
@@ -52,7 +55,10 @@ def refuse_unsupported(request: GenerationFields) -> None:
     Raises:
         RequestInvalid: naming the parameter.
     """
+    is_chat = isinstance(request, ChatRequest)
     for name, harmless in _harmless_values(request):
+        if is_chat and name in _CHAT_FIELDS:
+            continue
         value = getattr(request, name, None)
         if value is not None and value not in harmless:
             raise RequestInvalid(

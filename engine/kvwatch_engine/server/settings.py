@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from kvwatch_engine.contracts.tools import ToolParser
 from kvwatch_engine.guidance import GuidanceLimits
 
 
@@ -39,6 +40,8 @@ class ServerSettings:
     """Most pixels of one image: decoded it takes some bytes for each."""
     max_pending_image_bytes: int = 256 * 1024 * 1024
     """Most bytes of images that wait to be decoded; more are answered 429."""
+    tool_parser: ToolParser = "auto"
+    """How the model writes calls; `auto` finds that out by its chat template."""
     guidance: GuidanceLimits = field(default_factory=GuidanceLimits)
     """How large grammars may be that texts keep to, and what they may take."""
     body_seconds: float = 30.0

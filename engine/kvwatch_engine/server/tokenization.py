@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvwatch_engine.contracts.errors import RequestInvalid
+from kvwatch_engine.guidance import GuidanceLimits
 from kvwatch_engine.server.bodies import decode_body, read_body
 from kvwatch_engine.server.conversation import conversation
 from kvwatch_engine.server.models import ServedModels, json_response
@@ -21,6 +22,7 @@ from kvwatch_engine.server.refusals import template_variables
 from kvwatch_engine.server.sampling import check_token_id, too_long
 from kvwatch_engine.server.settings import ServerSettings
 from kvwatch_engine.server.tokenizer import Tokenizer
+from kvwatch_engine.server.tools.offer import offer_of
 
 _NOT_SUPPORTED: dict[str, tuple[object, ...]] = {
     "chat_template": (),
@@ -39,11 +41,13 @@ class Tokenization:
         tokenizer: Tokenizer,
         prompts: PromptEncoder,
         max_model_len: Callable[[], int],
+        limits: GuidanceLimits,
     ) -> None:
         self._models = models
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._max_model_len = max_model_len
+        self._limits = limits
 
     async def tokenize(self, body: bytes) -> TokenizeAnswer:
         """Return the tokens of a text or a conversation.
@@ -103,6 +107,7 @@ class Tokenization:
         prompt = await self._prompts.encode_chat(
             turns,
             template_variables(request.chat_template_kwargs),
+            offer=offer_of(request.tools, None, None, self._limits),
             add_generation_prompt=request.add_generation_prompt is not False,
         )
         return prompt.token_ids

@@ -6,7 +6,7 @@ not safe from several threads.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,12 @@ from transformers import AutoTokenizer
 from kvwatch_engine.contracts.errors import ModelError
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.server.chat_template import ChatTemplate
-from kvwatch_engine.server.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
+from kvwatch_engine.server.detokenizer import (
+    ByteLevelDetokenizer,
+    Detokenizer,
+    ShowingDetokenizer,
+    WindowDetokenizer,
+)
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "\u2581"
@@ -98,8 +103,23 @@ class Tokenizer:
         """Return the text of tokens, special ones left out unless they are asked for."""
         return self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def detokenizer(self) -> Detokenizer:
-        """Return a fresh incremental decoder whose pieces joined equal `decode` of all tokens."""
+    def id_of(self, text: str) -> int | None:
+        """Return the id of the token that is written like this in the vocabulary; none if there is none."""
+        return self._rust.token_to_id(text)
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token that is written like this; none if there is none."""
+        token_id = self.id_of(text)
+        return token_id if token_id in self._special_ids else None
+
+    def detokenizer(self, shown: Mapping[int, str] | None = None) -> Detokenizer:
+        """Return a fresh incremental decoder whose pieces joined equal `decode` of all tokens.
+
+        Args:
+            shown: special tokens that have a text all the same.
+        """
+        if shown:
+            return ShowingDetokenizer(self.detokenizer, shown)
         if self._is_byte_level:
             return ByteLevelDetokenizer(self._text_bytes)
         return WindowDetokenizer(self.decode, is_silent=self._is_silent, is_byte=self._is_byte)

@@ -6,6 +6,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kvwatch_engine.server.protocol.reply import Usage
 from kvwatch_engine.server.protocol.request import GenerationFields
+from kvwatch_engine.server.protocol.tools import MessageToolCall, NamedTool, Tool, ToolCall, ToolCallDelta
 
 
 class ImageURL(Struct):
@@ -28,7 +29,10 @@ class Message(Struct):
 
     role: str
     content: str | list[ContentPart] | None = None
-    tool_calls: object = None
+    tool_calls: list[MessageToolCall] | None = None
+    """Calls that the assistant made."""
+    tool_call_id: str | None = None
+    """Of a message of role `tool`: the call whose result it is."""
     function_call: object = None
     audio: object = None
 
@@ -41,6 +45,10 @@ class ChatRequest(GenerationFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    tools: list[Tool] | None = None
+    """Functions that the model may call."""
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
     # Not implemented.
     add_generation_prompt: object = None
@@ -77,9 +85,10 @@ class ChatLogprobs(Struct):
 class AnswerMessage(Struct):
     """The assistant's answer."""
 
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -110,6 +119,7 @@ class Delta(Struct, omit_defaults=True):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChunkChoice(Struct):

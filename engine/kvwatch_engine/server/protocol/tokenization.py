@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from kvwatch_engine.server.protocol.chat import Message
+from kvwatch_engine.server.protocol.tools import Tool
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -17,6 +18,7 @@ class TokenizeRequest(Struct, kw_only=True):
     """Whether the template opens the assistant's answer; it does by default."""
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    tools: list[Tool] | None = None
 
     # Not implemented.
     chat_template: object = None
