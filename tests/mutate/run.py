@@ -20,6 +20,7 @@ from mutate.faults_admin import ADMIN
 from mutate.faults_engine import ENGINE
 from mutate.faults_exporters import EXPORTERS
 from mutate.faults_groups import GROUPS
+from mutate.faults_guidance import GUIDED
 from mutate.faults_images import IMAGES
 from mutate.faults_insight import INSIGHT
 from mutate.faults_isolation import ISOLATION
@@ -39,6 +40,7 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "engine": ENGINE,
     "exporters": EXPORTERS,
     "groups": GROUPS,
+    "guidance": GUIDED,
     "images": IMAGES,
     "insight": INSIGHT,
     "isolation": ISOLATION,

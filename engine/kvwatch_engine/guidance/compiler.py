@@ -100,8 +100,12 @@ class GuideCompiler:
     def _compile_now(self, grammar: Grammar) -> CompiledGuide:
         if self._vocabulary is None:
             raise unavailable(grammar, self._unavailable)
-        matcher = make_matcher(self._vocabulary, self._trials.run(grammar))
-        error = matcher_error(matcher)
+        compiled = self._trials.run(grammar)
+        try:
+            matcher = make_matcher(self._vocabulary, compiled)
+            error = matcher_error(matcher)
+        except BaseException as panic:  # a defect of the library is no exception to Python, and no reason to end
+            raise grammar.refusal(f"the grammar library failed ({type(panic).__name__})") from panic
         if error:
             raise grammar.refusal(error)
         return CompiledGuide(matcher, self._mask_threads, self._vocab_size, self.limits.mask_seconds)

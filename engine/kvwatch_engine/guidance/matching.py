@@ -58,6 +58,14 @@ class MatcherGuide:
             raise
 
     def _find_allowed(self, new: list[int]) -> BoolArray:
+        try:
+            return self._ask_matcher(new)
+        except GuideFailed:
+            raise
+        except BaseException as error:  # a defect of the library ends this sequence, never the step with all others
+            raise GuideFailed(f"the grammar library failed at this token ({type(error).__name__})") from error
+
+    def _ask_matcher(self, new: list[int]) -> BoolArray:
         matcher = self._matcher
         if new:
             matcher.consume_tokens(new)

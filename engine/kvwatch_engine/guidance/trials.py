@@ -27,7 +27,7 @@ class Trials:
 
     def __init__(self, source: VocabularySource, limits: GuidanceLimits) -> None:
         self._source = source
-        self._limits = limits
+        self.limits = limits
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, grammar: Grammar) -> str:
@@ -36,7 +36,7 @@ class Trials:
         Raises:
             RequestInvalid: it cannot be compiled, or not within its time and memory.
         """
-        limits = self._limits
+        limits = self.limits
         process = self._started(grammar)
         untried = Untried(grammar.kind, grammar.text, limits.max_terminal_size)
         try:
@@ -72,12 +72,12 @@ class Trials:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self.close()
-        command = [sys.executable, "-m", "kvwatch_engine.guidance.trial", str(self._limits.trial_bytes)]
+        command = [sys.executable, "-m", "kvwatch_engine.guidance.trial", str(self.limits.trial_bytes)]
         process = self._process = subprocess.Popen(  # noqa: S603 - a module of ours
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         try:
-            trial = _ask(process, self._source, self._limits.start_seconds)
+            trial = _ask(process, self._source, self.limits.start_seconds)
         except (TimeoutError, TrialProcessDied, OSError) as error:
             self.close()
             raise RequestInvalid(

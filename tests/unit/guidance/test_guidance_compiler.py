@@ -13,6 +13,8 @@ from openai_server import byte_fallback_tokenizer, byte_level_tokenizer
 from kvwatch_engine.contracts.errors import EngineOverloaded, GuideFailed, RequestInvalid
 from kvwatch_engine.guidance import Grammar, GuidanceLimits, GuideCompiler
 from kvwatch_engine.guidance.grammar import GrammarKind, check_schema
+from kvwatch_engine.guidance.trials import Trials
+from kvwatch_engine.guidance.vocabulary import VocabularySource
 
 T = TypeVar("T")
 
@@ -113,7 +115,6 @@ def test_a_step_that_is_composed_twice_finds_the_same() -> None:
 
 @pytest.mark.parametrize("make", [byte_level_tokenizer, byte_fallback_tokenizer])
 def test_tokens_are_to_a_grammar_the_bytes_that_the_text_gets(make: Callable[[], object]) -> None:
-    from kvwatch_engine.guidance.vocabulary import VocabularySource
     from kvwatch_engine.server.chat_template import ChatTemplate
     from kvwatch_engine.server.tokenizer import Tokenizer
 
@@ -190,6 +191,12 @@ def test_a_hostile_grammar_is_refused_and_the_next_one_compiles(kind: GrammarKin
     assert refusal(kind, text)
 
 
+def test_a_terminal_that_would_take_long_at_a_later_token_only_is_refused_by_its_size() -> None:
+    later = DOUBLING.replace("start: A", 'start: "go" A')
+
+    assert "stands for more than" in refusal("grammar", later)
+
+
 def test_what_takes_longer_than_its_time_is_refused() -> None:
     """On the machine of whoever wrote this it takes half a second."""
     names = json.dumps({"properties": {f"{i:x}": {} for i in range(3000)}})
@@ -199,6 +206,21 @@ def test_what_takes_longer_than_its_time_is_refused() -> None:
             await compiler.compile(Grammar("json_schema", names))
 
     with_compiler(use, GuidanceLimits(compile_seconds=0.05))
+
+
+def test_after_one_that_was_too_slow_the_next_gets_an_answer_of_its_own() -> None:
+    names = json.dumps({"type": "object", "properties": {f"{i:x}": {} for i in range(2500)}})
+    limits = GuidanceLimits(compile_seconds=0.05)
+    trials = Trials(VocabularySource(TOKENIZER.to_str(), VOCAB_SIZE, (END_TOKEN,)), limits)
+    try:
+        with pytest.raises(RequestInvalid, match=r"0\.05 s"):
+            trials.run(Grammar("json_schema", names))
+        trials.limits = GuidanceLimits(compile_seconds=60)
+        with pytest.raises(RequestInvalid, match="regex"):
+            trials.run(Grammar("regex", "[a"))
+        assert "[0-9]" in trials.run(NUMBER)
+    finally:
+        trials.close()
 
 
 def test_memory_that_a_grammar_may_take_is_bounded() -> None:

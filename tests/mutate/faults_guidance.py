@@ -1,0 +1,85 @@
+"""Deliberate faults of grammars and tool calls: texts that are not what was asked for, hostile grammars let through."""
+
+from mutate.fault import Fault
+
+COMPILER = "tests/unit/guidance/test_guidance_compiler.py"
+ENGINE = "tests/unit/engine/test_engine_guidance.py"
+READER = "tests/unit/server/test_server_tool_reader.py"
+TOOLS = "tests/integration/test_tools.py"
+GUIDANCE = "engine/kvwatch_engine/guidance"
+READING = "engine/kvwatch_engine/server/tools"
+
+GUIDED = (
+    Fault(
+        name="masks-are-not-applied",
+        stands_for="The sampler asks what is allowed, and chooses what it likes.",
+        file="engine/kvwatch_engine/model/logit_changes.py",
+        old="        np.copyto(changed, -np.inf, where=~row.guide.allowed())\n",
+        new="        row.guide.allowed()\n",
+        tests=(f"{ENGINE}::test_the_sampler_chooses_within_the_grammar_by_the_models_own_probabilities",),
+    ),
+    Fault(
+        name="sequences-share-a-matcher",
+        stands_for="Several samples, or two requests with one cached grammar, follow one state.",
+        file=f"{GUIDANCE}/matching.py",
+        old="MatcherGuide(self._matcher.deep_copy(), ",
+        new="MatcherGuide(self._matcher, ",
+        tests=(f"{COMPILER}::test_two_sequences_of_one_guide_do_not_know_each_other",),
+    ),
+    Fault(
+        name="a-step-that-is-composed-twice-moves-on-twice",
+        stands_for="After a step without memory the guide waits for nothing, or takes its tokens again.",
+        file=f"{GUIDANCE}/matching.py",
+        old="        new = list(output_token_ids[self._num_tokens : num_tokens])\n",
+        new="        new = list(output_token_ids[:num_tokens])\n",
+        tests=(f"{ENGINE}::test_guided_requests_keep_to_their_grammar_and_their_neighbours_say_what_they_say_alone",),
+    ),
+    Fault(
+        name="terminals-of-any-size",
+        stands_for="A grammar of a few lines names a terminal that takes minutes at a later token.",
+        file=f"{GUIDANCE}/trial.py",
+        old="        if size > untried.max_terminal_size:\n",
+        new="        if size < 0:\n",
+        tests=(f"{COMPILER}::test_a_terminal_that_would_take_long_at_a_later_token_only_is_refused_by_its_size",),
+    ),
+    Fault(
+        name="schemas-say-what-is-ignored-of-them",
+        stands_for="A schema brings options along, and what it asks for is not kept.",
+        file=f"{GUIDANCE}/trial.py",
+        old='    "lenient": False,\n',
+        new="",
+        tests=(f"{COMPILER}::test_a_schema_cannot_ask_for_being_taken_less_seriously",),
+    ),
+    Fault(
+        name="an-answer-of-the-process-that-was-given-up",
+        stands_for="A process that was too slow is asked again, and answers for the grammar before.",
+        file=f"{GUIDANCE}/trials.py",
+        old="        except TimeoutError as error:\n            self.close()\n",
+        new="        except TimeoutError as error:\n",
+        tests=(f"{COMPILER}::test_after_one_that_was_too_slow_the_next_gets_an_answer_of_its_own",),
+    ),
+    Fault(
+        name="calls-of-what-was-not-offered",
+        stands_for="A function that nobody offered is called.",
+        file=f"{READING}/reader.py",
+        old="            if call.name not in self._names:\n",
+        new="            if False:\n",
+        tests=(f"{READER}::test_texts_are_read_as_their_family_writes_them",),
+    ),
+    Fault(
+        name="markers-are-sent-in-halves",
+        stands_for="A stream shows the beginning of a marker as content.",
+        file=f"{READING}/reader.py",
+        old="            keep = _overlap(self._held, family.begin)\n",
+        new="            keep = 0\n",
+        tests=(f"{READER}::test_texts_are_read_as_their_family_writes_them",),
+    ),
+    Fault(
+        name="special-markers-have-no-text",
+        stands_for="A family's marker is a special token, and the reader never sees it.",
+        file="engine/kvwatch_engine/server/chat.py",
+        old="shown_tokens=self._shown_tokens() if offer is not None else {},",
+        new="shown_tokens={},",
+        tests=(f"{TOOLS}::test_a_call_that_the_model_writes_becomes_a_tool_call",),
+    ),
+)
