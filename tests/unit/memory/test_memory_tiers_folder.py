@@ -1,6 +1,8 @@
 """The disk tier's folder: what comes back is what was written, or nothing; what is not ours is left alone."""
 
 import os
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -188,3 +190,55 @@ def test_a_folder_that_cannot_be_made_is_refused_with_a_remedy(tmp_path: Path) -
 
     with pytest.raises(ConfigError, match="a folder that this user may write to"):
         open_folder(tmp_path / "file" / "tier")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_stands_in_the_place_of_a_block_and_is_no_file_is_neither_waited_for_nor_followed(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    folder = filled(tmp_path, 1, 2)
+    path = next(each for each in files_in(tmp_path) if each.stem == hash_of(1).hex())
+    path.unlink()
+    make(path)
+
+    with pytest.raises(TransferError, match="disk_read"):
+        read(folder, 1)
+    assert np.array_equal(read(folder, 2), data_of(2))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.parent.parent / "mine")])
+def test_nothing_is_written_through_what_stands_in_the_place_of_an_unfinished_file(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    folder = open_folder(tmp_path)
+    make(tmp_path / "incoming" / f"{hash_of(1).hex()}.part")
+
+    with pytest.raises(TransferError, match="disk_write"):
+        folder.write([hash_of(1)], data_of(1))
+
+    assert (tmp_path / "mine").read_text() == "mine"
+    folder.write([hash_of(2)], data_of(2))
+    assert np.array_equal(read(folder, 2), data_of(2))
+
+
+def test_subfolders_that_somebody_has_cleaned_away_are_made_again(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path)
+    (tmp_path / "incoming").rmdir()
+    (tmp_path / "blocks").rmdir()
+
+    folder.write([hash_of(1)], data_of(1))
+
+    assert np.array_equal(read(folder, 1), data_of(1))
+
+
+def test_a_folder_that_is_gone_as_a_whole_is_not_made_again_where_it_was(tmp_path: Path) -> None:
+    """It may have been a disk that was unmounted: what stands there now is another one."""
+    folder = open_folder(tmp_path / "tier")
+    shutil.rmtree(tmp_path / "tier")
+    (tmp_path / "tier").mkdir()
+
+    with pytest.raises(TransferError, match="disk_write"):
+        folder.write([hash_of(1)], data_of(1))
+
+    assert list((tmp_path / "tier").iterdir()) == []

@@ -1,11 +1,14 @@
 """What the disk tier asks of the operating system, in one place, so that tests can let any of it fail."""
 
+import errno
 import fcntl
 import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
+from typing import Literal
 
 from kvwatch.errors import ConfigError
 
@@ -40,9 +43,8 @@ class FileSystem:
                 yield FoundFile(Path(entry.path), status.st_size, stat.S_ISREG(status.st_mode), status.st_mtime_ns)
 
     def read(self, path: Path, size: int) -> bytes:
-        """Return at most the first `size` bytes of a file; a link is an error."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(descriptor, "rb", buffering=0) as file:
+        """Return at most the first `size` bytes of a file; a link is an error, and so is what is no plain file."""
+        with _open_plain(path, os.O_RDONLY, "rb") as file:
             parts: list[bytes] = []
             while size > 0 and (part := file.read(size)):
                 parts.append(part)
@@ -50,8 +52,8 @@ class FileSystem:
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def write(self, path: Path, parts: list[bytes | memoryview]) -> None:
-        """Write a file anew; what stands there is overwritten."""
-        with open(path, "wb", buffering=0) as file:
+        """Write a file anew; what stands there is overwritten, but only if it is a plain file and no link."""
+        with _open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb") as file:
             for part in parts:
                 view = memoryview(part).cast("B")
                 while view:
@@ -86,6 +88,15 @@ class FileSystem:
     def unlock(self, descriptor: int) -> None:
         """Give the lock back."""
         os.close(descriptor)
+
+
+def _open_plain(path: Path, flags: int, mode: Literal["rb", "wb"]) -> FileIO:
+    """Open a plain file. A pipe would never end: whoever made one in the place of a block would stop all transfers."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no plain file")
+    return FileIO(descriptor, mode)
 
 
 def folder_error(folder: Path, error: OSError) -> ConfigError:

@@ -72,7 +72,7 @@ class BlockFolder:
         try:
             for name in ("incoming", "blocks"):
                 self._files.make_folder(self._folder / name)
-            self._lock = self._files.lock(self._folder / "kvwatch.lock")
+            self._lock = self._files.lock(self._lock_path)
             for found in self._files.walk(self._folder / "incoming"):
                 self._clean_up(found)
             blocks = [block for found in self._files.walk(self._folder / "blocks") if (block := self._look_at(found))]
@@ -124,7 +124,15 @@ class BlockFolder:
     def _write(self, content: BlockHash, data: Bytes) -> None:
         part, path = self._part(content), self._path(content)
         view = np.ascontiguousarray(data).data
-        self._files.write(part, [make_header(content, self._identity, view), view])
+        parts: list[bytes | memoryview] = [make_header(content, self._identity, view), view]
+        try:
+            self._files.write(part, parts)
+        except FileNotFoundError:
+            # A cleaner took the empty subfolder. Without our lock it is the whole folder, or a disk, that has gone.
+            if not self._lock_path.exists():
+                raise
+            self._files.make_folder(part.parent)
+            self._files.write(part, parts)
         try:
             self._files.rename(part, path)
         except FileNotFoundError:  # the first block of its subfolder
@@ -188,6 +196,10 @@ class BlockFolder:
     def _path(self, content: BlockHash) -> Path:
         name = content.hex()
         return self._folder / "blocks" / name[:2] / f"{name}.kvb"
+
+    @property
+    def _lock_path(self) -> Path:
+        return self._folder / "kvwatch.lock"
 
     def _part(self, content: BlockHash) -> Path:
         return self._folder / "incoming" / f"{content.hex()}.part"
