@@ -21,7 +21,7 @@ from kvwatch.admin.engines import AdminEngine, AdminEngines
 from kvwatch.admin.problems import Problem
 from kvwatch.admin.threads import off_loop
 from kvwatch.control import ChangeOutcome, LiveControl, SettingValue
-from kvwatch.errors import ChangeConflict, ChangeFailed, ConfigError, ControlError
+from kvwatch.errors import ChangeConflict, ChangeFailed, ChangeRefused, ConfigError, ControlError
 from kvwatch.ledger.pace import next_tick
 from kvwatch.telemetry.clock import Clock
 
@@ -45,6 +45,12 @@ class Lease:
     """The change that brought it."""
     is_asked: bool = True
     """Whether somebody asked for it; else it came with another value, and ends as that does."""
+    retry_ns: int = 0
+    """Monotonic time before which it is left alone, since it could not be reverted."""
+
+    def is_due(self, now_ns: int) -> bool:
+        """Whether it is to be reverted now."""
+        return self.until_ns <= now_ns and self.retry_ns <= now_ns
 
 
 @dataclass(slots=True)
@@ -53,7 +59,6 @@ class _Desk:
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     leases: dict[str, Lease] = field(default_factory=dict)
-    retry_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,25 +265,48 @@ class ChangeDesk:
 
     async def _revert_expired(self, engine: AdminEngine) -> None:
         desk, now = self._desks[engine.name, engine.dp_rank], self._clock.monotonic_ns()
-        if now < desk.retry_ns or not any(lease.until_ns <= now for lease in desk.leases.values()):
+        if not any(lease.is_due(now) for lease in desk.leases.values()):
             return
         async with desk.lock:
-            expired = {key: lease for key, lease in desk.leases.items() if lease.until_ns <= now}
+            expired = {key: lease for key, lease in desk.leases.items() if lease.is_due(now)}
             if not expired:
                 return
             try:
                 await self._revert(engine, expired)
             except (ControlError, Problem) as error:
-                desk.retry_ns = now + int(RETRY_SECONDS * 1e9)
+                retry_ns = now + int(RETRY_SECONDS * 1e9)
+                # What the others do not need was reverted; it has no lease any more.
+                kept = {key: lease for key, lease in desk.leases.items() if expired.get(key) == lease}
+                desk.leases |= {key: replace(lease, retry_ns=retry_ns) for key, lease in kept.items()}
                 logger.warning(
-                    "values that have expired cannot be reverted yet", keys=list(expired), error=str(error),
+                    "values that have expired cannot be reverted yet", keys=list(kept), error=str(error),
                     again_seconds=RETRY_SECONDS,
                 )  # fmt: skip
 
     async def _revert(self, engine: AdminEngine, expired: Mapping[str, Lease]) -> None:
+        """Let declared values be in force again: all of them, or else those that do not need what is not possible.
+
+        Raises:
+            Problem: some could not be reverted.
+            ControlError: likewise.
+        """
         live = engine.require_live()
         state = await off_loop(live.settings)
         declared = {str(each.key): each.declared for each in state.settings if each.key in expired}
+        try:
+            await self._revert_to(engine, declared, expired)
+        except (ChangeRefused, Problem) as error:
+            is_failed = isinstance(error, Problem) and error.kind is problems.FAILED
+            if not (is_failed or isinstance(error, ChangeRefused)):
+                raise
+            possible = await off_loop(lambda: _possible(live, declared, is_pool_kept=is_failed))
+            if possible:
+                await self._revert_to(engine, possible, {key: expired[key] for key in possible})
+            raise
+
+    async def _revert_to(
+        self, engine: AdminEngine, declared: Mapping[str, SettingValue], expired: Mapping[str, Lease]
+    ) -> None:
         numbers = sorted({lease.audit for lease in expired.values()})
         reason = f"the time of change {', '.join(map(str, numbers))} is over"
         entry = AuditEntry(
@@ -287,6 +315,26 @@ class ChangeDesk:
         )  # fmt: skip
         # What comes to differ from its declared value by that is over as well.
         await self.apply(engine, WantedChange(entry=entry, changes=declared, expires_in=0.0))
+
+
+def _possible(live: LiveControl, wanted: Mapping[str, SettingValue], *, is_pool_kept: bool) -> dict[str, SettingValue]:
+    """Return those of the values that can be in force now, together. Blocks.
+
+    Args:
+        live: the engine.
+        wanted: the values.
+        is_pool_kept: whether the pool must stay as it is, since it could not be changed.
+    """
+    chosen: dict[str, SettingValue] = {}
+    left = dict(wanted)
+    while True:  # one may be possible only after another
+        before = len(chosen)
+        for key in list(left):
+            preview = live.preview({**chosen, key: left[key]})
+            if preview.is_possible and not (is_pool_kept and preview.memory_bytes is not None):
+                chosen[key] = left.pop(key)
+        if len(chosen) == before or not left:
+            return chosen
 
 
 def _is_nobodys(engine: AdminEngine, key: str) -> bool:

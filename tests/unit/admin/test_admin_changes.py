@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,28 @@ def test_a_later_change_has_its_own_time(stage: AdminStage) -> None:
         threading.Event().wait(2)
 
         assert setting(client, "max_num_seqs")["value"] == 5
+
+
+def test_a_value_that_cannot_be_reverted_holds_up_no_other(tmp_path: Path) -> None:
+    """All expired values had to be possible at once, or all of them stayed, and so did what expired after them."""
+    with admin_stage(tmp_path, num_blocks=101) as stage, stage.client("operate") as client:
+        change(client, changes={"num_blocks": 401, "max_num_seqs": 40, "max_batch_tokens": 50}, expires_in=3600)
+        stage.model.on_step = lambda _: time.sleep(0.05)
+        stage.submit("long")  # it may need 128 blocks
+        stage.wait_running(1)
+
+        answer = change(client, changes={"num_blocks": 402, "max_num_seqs": 41, "max_batch_tokens": 52}, expires_in=1)
+        assert answer.status_code == 200, answer.text
+        wait_until(lambda: setting(client, "max_num_seqs")["value"] == 8, 60)
+        change(client, changes={"victim_policy": "least-computed"}, expires_in=1)
+        wait_until(lambda: setting(client, "victim_policy")["value"] == "newest", 60)
+
+        assert setting(client, "max_batch_tokens")["value"] == setting(client, "max_batch_tokens")["declared"]
+        assert setting(client, "num_blocks")["value"] == 402
+        assert setting(client, "num_blocks")["expires_at"] is not None
+        assert {each["outcome"] for each in client.get("/audit").json()["entries"]} == {"done", "refused"}
+        assert client.post("/requests/long/abort", json={"reason": "it is in the way"}).status_code == 200
+        wait_until(lambda: setting(client, "num_blocks")["value"] == 101, 120)
 
 
 def test_what_another_block_size_brings_with_it_ends_too(tmp_path: Path) -> None:
