@@ -13,11 +13,13 @@ from grouped_models import Reference
 from model_families import family
 from model_trial import BLOCK_SIZE, NUM_TOKENS, engine_for, prompts
 from paged_sequences import packed_step, paged_sequences
+from prompts import PROMPTS
 from safetensors.torch import load_file, save_file
-from tiny_models import make_tiny_model
+from tiny_models import make_shallow_model, make_tiny_model
+from transformers import AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from kvwatch_engine.contracts.cache import KVDtype
+from kvwatch_engine.contracts.cache import KVDtype, KVGroup
 from kvwatch_engine.contracts.errors import AdapterError, ModelError
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention
@@ -131,6 +133,20 @@ def test_text_is_transformers_with_windows_prefix_hits_and_preemptions(
     assert reference.num_excused <= 1
 
 
+@pytest.mark.model
+def test_trained_weights_give_transformers_text_on_the_general_path(tmp_path: Path) -> None:
+    folder = make_shallow_model(tmp_path / "shallow")
+    tokenizer, reference = AutoTokenizer.from_pretrained(folder), Reference.load(folder)
+    asked = [tokenizer(text).input_ids for text in PROMPTS[::3]]
+    model = load_model(str(folder), dtype="float32", implementation="transformers")
+
+    answers = engine_for(model, max_batch_tokens=64).run(asked, NUM_TOKENS)
+
+    for prompt, (answer,) in zip(asked, answers, strict=True):
+        reference.check(prompt, answer, reference.answer(prompt, NUM_TOKENS))
+    assert reference.num_excused <= 1
+
+
 def test_a_quantised_cache_changes_logits_little(gemma2: LoadedModel) -> None:
     token_ids = [(11 * i) % 500 for i in range(40)]
     plain, quantised = logits_of(gemma2, token_ids), logits_of(gemma2, token_ids, "int8")
@@ -184,6 +200,39 @@ def test_windows_that_contradict_the_configuration_are_refused(gemma2_folder: Pa
     network.model.model.layers[0].self_attn.sliding_window = None
 
     with torch.inference_mode(), pytest.raises(ModelError, match="layer 0 is of type 'sliding_attention'"):
+        trace_attention(network, network.model.config)
+
+
+class Forgetful:
+    """A configuration as a layer sees it that does not know of its window."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return None if name == "sliding_window" else getattr(self._config, name)
+
+
+def test_a_window_that_only_the_mask_knows_is_found_out(tmp_path: Path) -> None:
+    """A model that forgets to pass its window on: within the few tokens of the proof its real one would not show."""
+    network = network_of(load_model(str(family("StarCoder2").make(tmp_path)), dtype="float32"))
+    model, spec = network.model, load_model(str(tmp_path), dtype="float32").cache_spec(8)
+    prove(network, spec, (KVGroup((0, 1, 2), 21),))
+    for layer in model.model.layers:
+        layer.self_attn.config = Forgetful(model.config)
+
+    with pytest.raises(ModelError, match="or other windows than its layers ask for"):
+        prove(network, spec, (KVGroup((0, 1, 2)),))
+
+
+def test_windows_that_are_not_the_configurations_are_refused(gemma2_folder: Path) -> None:
+    network = network_of(load_model(str(gemma2_folder), dtype="float32"))
+    network.model.model.layers[0].self_attn.sliding_window = 22
+
+    with (
+        torch.inference_mode(),
+        pytest.raises(ModelError, match=r"ask for windows of \[22\], but sliding_window is 21"),
+    ):
         trace_attention(network, network.model.config)
 
 

@@ -88,18 +88,26 @@ class AttentionRoute:
 class PagedTarget:
     """Answers with the cache of a step."""
 
-    __slots__ = ("_attention",)
+    __slots__ = ("_attention", "_window")
 
-    def __init__(self, attention: LayerAttention) -> None:
+    def __init__(self, attention: LayerAttention, window: int | None = None) -> None:
+        """Bind a step.
+
+        Args:
+            attention: its cache and blocks.
+            window: for layers with a window instead of their own, so that few tokens show it; none leaves them theirs.
+        """
         self._attention = attention
+        self._window = window
 
     def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Write keys and values to the cache, and attend to what each query may see; see `AttentionTarget`."""
         missing = call.head_dim - call.value_dim
         # A cache has one head size; what shorter values are padded with adds nothing.
         self._attention.store(call.layer, key, functional.pad(value, (0, missing)) if missing else value)
+        window = call.sliding_window if call.sliding_window is None else self._window or call.sliding_window
         attended = self._attention.attend(
-            call.layer, query, scale=call.scale, sliding_window=call.sliding_window, soft_cap=call.soft_cap
+            call.layer, query, scale=call.scale, sliding_window=window, soft_cap=call.soft_cap
         )
         return attended.view(query.shape)[..., : call.value_dim]
 

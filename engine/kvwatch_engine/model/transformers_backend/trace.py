@@ -59,6 +59,12 @@ def _check_windows(windows: tuple[int | None, ...], config: PreTrainedConfig) ->
     Raises:
         ModelError: they contradict each other.
     """
+    named = getattr(config, "sliding_window", None)
+    others = sorted({window for window in windows if window is not None} - {named})
+    if others:
+        raise ModelError(
+            f"its layers ask for windows of {others}, but sliding_window is {named}; correct the configuration"
+        )
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         return
