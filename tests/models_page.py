@@ -23,7 +23,7 @@ _HEAD = (
     "family",
     "architecture",
     "layers computed by",
-    "KV groups",
+    "layers of each KV group",
     "heads (query / KV x size)",
     "bytes a token",
     "text",
