@@ -34,7 +34,7 @@ MODELS = (
         file=f"{BACKEND}/route.py",
         old="        sliding_window=sliding_window,\n        soft_cap",
         new="        sliding_window=None,\n        soft_cap",
-        tests=(f"{GENERAL}::test_text_is_transformers_with_windows_prefix_hits_and_preemptions",),
+        tests=(GEMMA,),
     ),
     Fault(
         name="short-values-are-not-cut",
