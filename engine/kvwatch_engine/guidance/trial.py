@@ -51,7 +51,14 @@ def try_grammar(vocabulary: LLTokenizer, untried: Untried) -> Trial:
     if not matcher.is_error():
         matcher.compute_bitmask()
     reason = matcher_error(matcher)
-    return Trial(error=reason) if reason else Trial(compiled)
+    return Trial(error=_remedied(reason)) if reason else Trial(compiled)
+
+
+def _remedied(reason: str) -> str:
+    """Return a complaint of the library with what a caller can do in the place of options that nobody has here."""
+    if reason.startswith("oneOf constraints"):
+        return "oneOf is supported where its branches cannot both hold, which cannot be seen of these; use anyOf"
+    return reason
 
 
 def _in_own_form(untried: Untried) -> str:

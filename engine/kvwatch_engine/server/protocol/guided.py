@@ -21,8 +21,8 @@ class ResponseFormat(Struct):
     """Not OpenAI's: some servers take a schema beside `json_object`."""
 
 
-class StructuredOutputs(Struct):
-    """`structured_outputs`: exactly one of the first five."""
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """`structured_outputs`: exactly one of the first five. Another name would leave the text free, and is refused."""
 
     json: str | dict[str, object] | None = None
     regex: str | None = None
