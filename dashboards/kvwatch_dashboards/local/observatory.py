@@ -82,7 +82,7 @@ def _running(
     stack: contextlib.ExitStack, folder: Path, flags: Sequence[str], webhook: str | None, stop: threading.Event
 ) -> Iterator[str]:
     """Start one after the other, yielding what a person wants to know; return when `stop` is set."""
-    yield f"starting an engine; its log is {folder / 'engine.log'}"
+    yield f"starting an engine, minutes the first time; its log is {folder / 'engine.log'}"
     engine = stack.enter_context(ManagedProcess("the engine", _serve_command(flags), folder / "engine.log"))
     ready = _wait_for_engine(engine, stop)
     alertmanager = stack.enter_context(start_alertmanager(folder, webhook, preferred_port=ALERTMANAGER_PORT))
