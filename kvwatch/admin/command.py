@@ -137,7 +137,7 @@ def _print(answer: "httpx.Response", field: str | None) -> int:
     if field is not None:
         fields = msgspec.json.decode(answer.content, type=dict[str, msgspec.Raw])
         if field not in fields:
-            raise ConfigError(f"--field: the answer has no {field}; it has {', '.join(fields)}")
+            raise ConfigError(f"--field: the call was made, its answer has no {field}; it has {', '.join(fields)}")
         value = msgspec.json.decode(fields[field])
         if isinstance(value, str):
             sys.stdout.write(value if value.endswith("\n") else value + "\n")
