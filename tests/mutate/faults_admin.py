@@ -191,7 +191,7 @@ ADMIN = (
         name="changes-stay-for-ever",
         stands_for="What was changed for an hour is forgotten and stays.",
         file="kvwatch/admin/change_desk.py",
-        old="            expired = {key: lease for key, lease in desk.leases.items() if lease.until_ns <= now}\n",
+        old="            expired = {key: lease for key, lease in desk.leases.items() if lease.is_due(now)}\n",
         new="            expired = {key: lease for key, lease in desk.leases.items() if lease.until_ns < 0}\n",
         tests=(CHANGES,),
     ),

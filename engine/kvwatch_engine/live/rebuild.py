@@ -17,7 +17,7 @@ from typing import Final
 
 import structlog
 
-from kvwatch.errors import ChangeFailed, ChangeRefused
+from kvwatch.errors import ChangeFailed, ChangeRefused, KVWatchError
 from kvwatch.telemetry.events import PoolRebuilt
 from kvwatch.telemetry.events.control import RebuildOutcome
 from kvwatch_engine.contracts.cache import BlockLayout, BlockMemory
@@ -132,9 +132,9 @@ class Rebuilder:
             duration_ns = core.log.clock.monotonic_ns() - begun_ns
             self._tell(old, wanted.num_blocks, "failed", duration_ns, reason, type(error).__name__)
             logger.warning("the cache could not be laid out anew", exc_info=error)
+            remedy = str(error) if isinstance(error, KVWatchError) else "ask for less, or free memory"
             raise ChangeFailed(
-                f"the cache could not be laid out anew ({type(error).__name__}); it is as it was: ask for less, or "
-                "free memory"
+                f"the cache could not be laid out anew ({type(error).__name__}); it is as it was: {remedy}"
             ) from error
         with core.vital():
             self._commit(layout, wanted, plan.layout)

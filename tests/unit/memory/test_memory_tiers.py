@@ -1,11 +1,13 @@
 """The tiers behind the device, case by case: what is told, what is held until when, and what a failure costs."""
 
+import shutil
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from builders import Recorder
+from openai_server import wait_until
 from tier_faults import FaultyFiles
 from tier_stage import BLOCK_BYTES, BLOCK_SIZE, TierStage, content_of, hashes_of
 
@@ -19,6 +21,7 @@ from kvwatch.telemetry.events import (
     TransferFailed,
     TransferStarted,
 )
+from kvwatch_engine.contracts.cache import BlockLayout
 from kvwatch_engine.contracts.tiers import TransferKind, TransferOutcome
 from kvwatch_engine.memory.block_pool import Owner, StoredRun
 from kvwatch_engine.memory.prefix import Prefix
@@ -64,6 +67,18 @@ def settle(stage: TierStage) -> list[TransferOutcome]:
     return outcomes
 
 
+def outcomes_of(stage: TierStage) -> list[TransferOutcome]:
+    """Wait for the transfers of a worker that moves by itself."""
+    outcomes: list[TransferOutcome] = []
+
+    def has_ended() -> bool:
+        outcomes.extend(stage.tiers.poll())
+        return bool(outcomes)
+
+    wait_until(has_ended, 20)
+    return outcomes
+
+
 def failures(recorder: Recorder) -> list[tuple[str, str, int]]:
     return [(e.kind, e.reason, e.num_blocks) for e in recorder.drain() if isinstance(e, TransferFailed)]
 
@@ -90,6 +105,29 @@ def test_blocks_stay_with_a_victim_until_they_have_been_read() -> None:
     assert out.num_bytes == back.num_bytes == 6 * BLOCK_BYTES
     assert out.destinations == back.sources
     assert [e.kind for e in recorder.events if isinstance(e, TransferStarted)] == ["swap_out", "swap_in"]
+
+
+def test_a_folder_that_is_gone_when_blocks_are_laid_out_anew_takes_no_other_tier_with_it(tmp_path: Path) -> None:
+    """The old layout could not be had again either: swaps went to a worker that had stopped, and never ended."""
+    folder = tmp_path / "tier"
+    stage = TierStage(host_blocks=6, disk_blocks=6, folder=folder, is_threaded=True)
+    shutil.rmtree(folder)
+    folder.write_text("somebody's file")
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="a folder that this user may write to"):
+            stage.tiers.lay_out(BlockLayout(2 * BLOCK_SIZE, "auto", "float32", 2 * BLOCK_BYTES))
+
+    assert stage.tiers.block_size == BLOCK_SIZE
+    assert [(len(state.ref_counts), sum(state.ref_counts)) for state in stage.tiers.states()] == [(7, 0), (7, 0)]
+    compute(stage, A, TOKENS)
+    stage.tiers.begin_out("a")
+    assert outcomes_of(stage) == [TransferOutcome("a", TransferKind.SWAP_OUT, 6)]
+    assert stage.tiers.begin_in("a")
+    assert outcomes_of(stage) == [TransferOutcome("a", TransferKind.SWAP_IN, 6)]
+    assert is_right(stage, A, TOKENS)
+    stage.tiers.close()
+    assert folder.read_text() == "somebody's file"
 
 
 def test_there_is_no_room_for_more_than_the_host_holds() -> None:

@@ -122,6 +122,8 @@ class BlockFolder:
     # ------------------------------------------------------------------ parts
 
     def _write(self, content: BlockHash, data: Bytes) -> None:
+        if self._lock is None:
+            raise OSError(errno.ENOLCK, "the folder is not ours")
         part, path = self._part(content), self._path(content)
         view = np.ascontiguousarray(data).data
         parts: list[bytes | memoryview] = [make_header(content, self._identity, view), view]

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from kvwatch.errors import ConfigError
 from kvwatch.telemetry.events import BlocksLaidOut
 from kvwatch.telemetry.events.block import Tier
@@ -35,6 +37,8 @@ _STAGING_BLOCKS: Final = (4, 256)
 """Fewest and most blocks in staging memory, whatever their size."""
 
 DEFAULT_TRANSFER_SECONDS: Final = 30.0
+
+logger = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +107,15 @@ class MemoryTiers:
         self._folder: BlockFolder | None = None
         self._make(identity, block_bytes)
 
-    def _make(self, identity: StoreIdentity, block_bytes: int) -> None:
-        """Make everything that depends on the layout of a block."""
+    def _make(self, identity: StoreIdentity, block_bytes: int, *, is_folder_needed: bool = True) -> None:
+        """Make everything that depends on the layout of a block; if need be with a disk that takes no blocks."""
         manager, settings, machine, log = self._manager, self._settings, self._machine, self._log
         self._identity, self._block_bytes = identity, block_bytes
         self._levels: list[Level] = []
         host = self._make_host(settings, machine, block_bytes)
         if settings.disk_folder is not None:
-            self._make_disk(settings, settings.disk_folder, machine, identity, block_bytes)
+            store = BlockFolder(settings.disk_folder, identity, block_bytes, machine.files)
+            self._make_disk(settings.disk_bytes, store, is_folder_needed=is_folder_needed)
         num_staged = min(max(_STAGING_BYTES // block_bytes, _STAGING_BLOCKS[0]), _STAGING_BLOCKS[1])
         staged = machine.host_memory(num_staged, block_bytes)
         self._worker = machine.make_worker(Mover(staged, settings.bytes_per_second))
@@ -213,7 +218,8 @@ class MemoryTiers:
             self._make(replace(identity, block_size=layout.block_size, kv_dtype=layout.dtype), layout.block_bytes)
         except Exception:
             self._let_go()
-            self._make(identity, block_bytes)
+            # A folder that is gone must not take the other tiers with it: their transfers would never end.
+            self._make(identity, block_bytes, is_folder_needed=False)
             raise
 
     # ------------------------------------------------------------------ truth
@@ -290,17 +296,15 @@ class MemoryTiers:
         pool.ignored_files.update(ignored_files)
         return pool
 
-    def _make_disk(
-        self,
-        settings: TierSettings,
-        folder: Path,
-        machine: Machine,
-        identity: StoreIdentity,
-        block_bytes: int,
-    ) -> None:
-        store = BlockFolder(folder, identity, block_bytes, machine.files)
-        num_blocks = _capacity(settings.disk_bytes, store.file_bytes, "--disk-bytes")
-        found = store.open()
+    def _make_disk(self, num_bytes: int, store: BlockFolder, *, is_folder_needed: bool) -> None:
+        num_blocks = _capacity(num_bytes, store.file_bytes, "--disk-bytes")
+        try:
+            found = store.open()
+        except ConfigError as error:
+            if is_folder_needed:
+                raise
+            logger.warning("the disk tier takes no blocks until the engine starts anew", error=str(error))
+            found = []
         self._folder = store
         pool = self._make_pool(1 + num_blocks, "disk", store.ignored)
         disk = DiskLevel(pool, store)
@@ -308,7 +312,7 @@ class MemoryTiers:
         for content in found[-num_blocks:]:
             blocks = pool.allocate(1, NOBODY, "offload")
             assert blocks is not None, "there is room for as many as are taken"
-            pool.filled_slots[blocks[0]] = identity.block_size
+            pool.filled_slots[blocks[0]] = self._identity.block_size
             pool.store(blocks, [content], None, StoredRun(NOBODY, 0))
             pool.release(blocks, NOBODY, "offloaded")
         self._levels.append(disk)
