@@ -117,15 +117,15 @@ class RunningServer:
     @contextmanager
     def openai(self) -> Iterator[OpenAI]:
         """Give the official client, which does not retry."""
-        with OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        with OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=180) as client:
             yield client
 
     def post(self, path: str, **body: object) -> httpx.Response:
         """Send a JSON body without any client in between; the model is filled in."""
-        return httpx.post(f"{self.url}{path}", json={"model": MODEL, **body}, timeout=60)
+        return httpx.post(f"{self.url}{path}", json={"model": MODEL, **body}, timeout=180)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=60)
+        return httpx.get(f"{self.url}{path}", timeout=180)
 
     @property
     def num_used_blocks(self) -> int:

@@ -60,12 +60,12 @@ class ServerProcess:
 
     def openai(self) -> OpenAI:
         """Return the official client, which does not retry."""
-        return OpenAI(base_url=self.api, api_key="none", max_retries=0, timeout=60)
+        return OpenAI(base_url=self.api, api_key="none", max_retries=0, timeout=180)
 
     def metrics(self) -> dict[str, float]:
         """Scrape; return series (without the common labels) and their values. Waits out the shared second."""
         time.sleep(1.05)
-        text = httpx.get(self.metrics_url, timeout=10).text
+        text = httpx.get(self.metrics_url, timeout=60).text
         series: dict[str, float] = {}
         for line in text.splitlines():
             if line and not line.startswith("#"):

@@ -34,6 +34,7 @@ MIX = (
 )
 """The mixed load without clients that hang up: those read less than the engine computes for them."""
 CONCURRENCY = 12
+NUM_BLOCKS = 40
 SCRAPE_SECONDS = 0.5
 
 
@@ -55,11 +56,14 @@ class LiveRun:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveRun]:
     folder = tmp_path_factory.mktemp("live")
     model = make_tiny_model("llama", folder / "model", max_position_embeddings=2048)
-    flags = ("--served-model-name", "tiny", "--num-blocks", "41", "--dtype", "float32", "--host-memory", "64MiB")
+    pools = ("--num-blocks", str(NUM_BLOCKS + 1), "--host-memory", "64MiB")
+    flags = ("--served-model-name", "tiny", "--dtype", "float32", *pools)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serve_process(model, *flags, ready_seconds=400))
         timing = Timing(scrape=f"{1000 * SCRAPE_SECONDS:g}ms")
         api = stack.enter_context(prometheus(folder, {"kvwatch": [server.metrics_url]}, timing=timing))
+        # Extremes are absent until a whole window was seen; a fast machine is done with the load before that.
+        wait_for(lambda: full_name(m.KV_FREE_BLOCKS_MIN) in httpx.get(server.metrics_url, timeout=30).text, 150)
         report = _under_load(server)
         scrapes = _scrapes(api)
         start = min(scrapes, key=lambda at: abs(at - report["started_unix_seconds"]))
@@ -150,7 +154,8 @@ def test_ten_headline_panels_equal_the_figures_of_the_bench(run: LiveRun) -> Non
     assert min(least) == server["min_free_blocks"]
     in_use = extreme(run, "capacity", "Blocks in use", engine)
     assert in_use[-1] == server["used_blocks_after"] == 0
-    assert max(in_use) > 0.9
+    # A look once a second need not meet the fullest moment; the minimum above does.
+    assert 0.5 < max(in_use) <= 1 - server["min_free_blocks"] / NUM_BLOCKS
     states = extreme(run, "latency", "Requests by state", "{{state}}")
     assert max(states) == report["peak_concurrency"] == CONCURRENCY
     for uid, title, name, metric in (
