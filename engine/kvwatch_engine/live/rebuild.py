@@ -131,8 +131,11 @@ class Rebuilder:
         except Exception as error:  # whatever memory, files or threads raise
             duration_ns = core.log.clock.monotonic_ns() - begun_ns
             self._tell(old, wanted.num_blocks, "failed", duration_ns, reason, type(error).__name__)
-            logger.warning("the cache could not be laid out anew", exc_info=error)
-            remedy = str(error) if isinstance(error, KVWatchError) else "ask for less, or free memory"
+            is_explained = isinstance(error, KVWatchError)
+            logger.warning(
+                "the cache could not be laid out anew", error=str(error), exc_info=not is_explained and error
+            )
+            remedy = str(error) if is_explained else "ask for less, or free memory"
             raise ChangeFailed(
                 f"the cache could not be laid out anew ({type(error).__name__}); it is as it was: {remedy}"
             ) from error
