@@ -1,5 +1,6 @@
 """Hostile grammars while others generate: each is refused, and the others never stand still for one."""
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -70,7 +71,11 @@ class FreeStream:
     def _read(self) -> None:
         body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 15_000, "ignore_eos": True, "stream": True}
         while not self._is_over.is_set():
-            with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=60) as answer:
+            # A starved reader is hung up on, as slow clients are; it comes again.
+            with (
+                contextlib.suppress(httpx.RemoteProtocolError),
+                httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=60) as answer,
+            ):
                 for line in answer.iter_lines():
                     self.num_events += line.startswith("data: {")
                     if self._is_over.is_set():

@@ -168,7 +168,7 @@ def test_tiers_bring_back_each_adapters_own_prefixes_and_no_older_adapters_of_it
         (["--lora", "a={a}", "--lora", "b={b}", "--max-loras", "1"], "2 adapters, but --max-loras is 1"),
         (["--lora-dir", "{a}/nowhere"], "--lora-dir"),
         (["--lora", "a={a}", "--max-lora-rank", "4"], "its rank is 8, but the limit is 4; raise --max-lora-rank"),
-        (["--lora", "tiny={a}"], "something is served as 'tiny' already"),
+        (["--lora", "tiny={a}"], "'tiny' is the name of a --lora as well; choose another"),
     ],
     ids=repr,
 )

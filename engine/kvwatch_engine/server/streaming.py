@@ -22,6 +22,9 @@ _HEADERS = [
 ]
 _KEEPALIVE = b": waiting\n\n"
 _DONE = b"data: [DONE]\n\n"
+_SEPARATORS = tuple((each.encode(), b"\\u%04x" % ord(each)) for each in "\x85\u2028\u2029")
+"""What JSON leaves as it is and many clients, Python's `splitlines` among them, take for the end of a line."""
+
 _encode = msgspec.json.Encoder().encode
 _log = structlog.get_logger("kvwatch.server")
 
@@ -52,7 +55,10 @@ def _events(plan: Plan, deltas: Iterable[ChoiceDelta]) -> bytes:
 
 
 def _event(chunk: msgspec.Struct) -> bytes:
-    return b"data: " + _encode(chunk) + b"\n\n"
+    content = _encode(chunk)
+    for separator, escaped in _SEPARATORS:
+        content = content.replace(separator, escaped)
+    return b"data: " + content + b"\n\n"
 
 
 class _Writer:
