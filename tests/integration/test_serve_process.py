@@ -242,7 +242,8 @@ def test_the_cache_folder_can_be_set_by_flag_and_by_environment(folder: Path, tm
     environment = {**os.environ, "KVWATCH_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "kvwatch", "config", "serve"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
-    assert f"{tmp_path}  environment KVWATCH_CACHE_DIR" in done.stdout
+    shown = [line.split() for line in done.stdout.splitlines()]
+    assert ["cache_dir", str(tmp_path), "environment", "KVWATCH_CACHE_DIR"] in shown
 
     with serve_process(folder, "--cache-dir", str(tmp_path), "--served-model-name", MODEL) as server:
         assert chat(server, "hello", max_tokens=2)

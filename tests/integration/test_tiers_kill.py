@@ -39,10 +39,13 @@ def damage(folder: Path, chance: random.Random) -> int:
         content = bytearray(path.read_bytes())
         if how == "flip":
             content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-        elif how == "misplace":
+        elif how == "cut":
+            del content[chance.randrange(len(content)) :]
+        elif how == "empty":
+            content.clear()
+        else:  # the file that was chosen may be the one that was emptied just now
             content = bytearray(chance.choice(files).read_bytes())
-        end = {"cut": chance.randrange(len(content)), "empty": 0}.get(how, len(content))
-        path.write_bytes(content[:end])
+        path.write_bytes(content)
     (folder / "blocks" / "stray").write_bytes(chance.randbytes(700))
     return len(victims)
 
