@@ -63,8 +63,8 @@ class ServerProcess:
         return OpenAI(base_url=self.api, api_key="none", max_retries=0, timeout=180)
 
     def metrics(self) -> dict[str, float]:
-        """Scrape; return series (without the common labels) and their values. Waits out the shared second."""
-        time.sleep(1.05)
+        """Scrape, when what happened is on the page; return series (without the common labels) and their values."""
+        time.sleep(1.7)
         text = httpx.get(self.metrics_url, timeout=60).text
         series: dict[str, float] = {}
         for line in text.splitlines():

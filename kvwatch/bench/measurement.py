@@ -43,7 +43,7 @@ from kvwatch.bench.target import Target
 from kvwatch.bench.trace import TraceRequests, read_trace
 from kvwatch.bench.values import report_values
 
-SETTLE_SECONDS = 2.2
+SETTLE_SECONDS = 3.0
 """A page of metrics shows what happened so long ago: it is renewed once a second, and kvwatch looks at its log twice a
 second; what an engine did that does not compute any more, such as the end of a request whose client hung up, it shows
 one look later."""

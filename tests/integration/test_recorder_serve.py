@@ -13,6 +13,7 @@ import pytest
 from server_process import ServerProcess, serve_process
 from tiny_models import make_tiny_model
 
+from kvwatch.ledger.pace import POLL_SECONDS
 from kvwatch.recorder.reader import Recording
 from kvwatch.recorder.replay import ledger_at
 from kvwatch.telemetry import events as ev
@@ -81,7 +82,7 @@ def test_what_was_served_is_recorded_without_its_text_and_a_signal_writes_the_la
 
 def test_a_killed_server_leaves_what_it_did_last(server: ServerProcess, tmp_path: Path) -> None:
     complete(server, max_tokens=30)
-    time.sleep(1.0)
+    time.sleep(3 * POLL_SECONDS)  # it has been looked at
     server.process.kill()
     server.process.wait(10)
 
