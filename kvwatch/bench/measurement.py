@@ -44,9 +44,8 @@ from kvwatch.bench.trace import TraceRequests, read_trace
 from kvwatch.bench.values import report_values
 
 SETTLE_SECONDS = 3.0
-"""A page of metrics shows what happened so long ago: it is renewed once a second, and kvwatch looks at its log twice a
-second; what an engine did that does not compute any more, such as the end of a request whose client hung up, it shows
-one look later."""
+"""A page of metrics shows what happened so long ago: it is renewed once a second, and kvwatch looks at its log once a
+second; the rest is room for a busy machine."""
 PRESSURE_FACTOR = 1.5
 """`pressure` requests, one for each client, would fill the pool so many times."""
 
