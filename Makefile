@@ -1,7 +1,7 @@
 # The whole contributor interface. Each target sets up what it needs; flags go through ARGS, for instance
 #   make serve ARGS="--port 8001 --num-blocks 500"
 #   make test ARGS="-k scheduler -x"
-.PHONY: install serve observatory dashboards-preview test test-all test-gpu test-vllm test-sglang test-ray check fix bench bench-gpu models study mutate derive lock clean help
+.PHONY: install serve observatory dashboards-preview test test-all test-gpu test-vllm test-sglang test-ray check fix bench bench-peers bench-gpu models study mutate derive lock clean help
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
@@ -11,6 +11,8 @@ ARGS ?=
 STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+TRANSFORMERS_VENV := .venv-transformers
+TRANSFORMERS_STAMP := $(TRANSFORMERS_VENV)/.installed
 RAY_VENV := .venv-ray
 RAY_STAMP := $(RAY_VENV)/.installed
 SGLANG := .sglang
@@ -114,6 +116,19 @@ lock: $(STAMP) ## the versions of everything in the container images, as pip cho
 bench: $(STAMP) ## benchmarks as JSON; exits 1 when a budget is missed
 	$(if $(wildcard $(VLLM_STAMP)),VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python) $(BIN)/python tests/perf/bench.py $(ARGS)
 
+# transformers' own server wants what nothing else here does; it gets an environment of its own too.
+$(TRANSFORMERS_STAMP):
+	$(PYTHON) -m venv $(TRANSFORMERS_VENV)
+	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet 'transformers[serving]==5.24.0'
+	@touch $@
+
+# On a machine that does nothing else. ARGS="--help" says how to run parts of it.
+bench-peers: $(STAMP) $(VLLM_STAMP) $(TRANSFORMERS_STAMP) ## beside vLLM and transformers on the CPU; builds environments for them
+	PYTHONPATH=tests/perf $(BIN)/python -m peers.run --vllm-python $(abspath $(VLLM_VENV))/bin/python \
+		--transformers-python $(abspath $(TRANSFORMERS_VENV))/bin/python $(ARGS)
+
 models: $(STAMP) ## try every family of models against transformers, and write the table of docs/models.md
 	PYTHONPATH=tests $(BIN)/python tests/models_page.py $(ARGS)
 
@@ -131,4 +146,4 @@ bench-gpu: ## attention on a GPU beside torch's and, if installed, FlashInfer's 
 	PYTHONPATH=tests:engine:kernels:. $(PYTHON) tests/perf/gpu/bench_gpu.py $(ARGS)
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) $(VLLM_VENV) $(RAY_VENV) $(SGLANG) .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) $(RAY_VENV) $(SGLANG) .bench-peers .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
