@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from kvwatch_kernels.cpu.bf16 import COMPILED_DTYPES
-from kvwatch_kernels.cpu.store import compiled_kv_store
+from kvwatch_kernels.cpu.store import kv_store_call
 from kvwatch_kernels.dims import Int64Array, check_cache, check_heads, check_written
 from kvwatch_kernels.errors import ShapeError
 from kvwatch_kernels.reference import reference_kv_store
@@ -59,6 +59,8 @@ def kv_store(
         on_device = slots_on(key.device, slots)
         triton_kv_store(key, value, key_cache, value_cache, on_device, key_scales=key_scales, value_scales=value_scales)
         return
-    is_compiled = key.device.type == "cpu" and (key_scales is None or key.dtype in COMPILED_DTYPES)
-    store = compiled_kv_store if is_compiled else reference_kv_store
-    store(key, value, key_cache, value_cache, slots, key_scales=key_scales, value_scales=value_scales)
+    arguments = (key, value, key_cache, value_cache, slots)
+    if key.device.type == "cpu" and (key_scales is None or key.dtype in COMPILED_DTYPES):
+        kv_store_call(*arguments, key_scales=key_scales, value_scales=value_scales).run()
+    else:
+        reference_kv_store(*arguments, key_scales=key_scales, value_scales=value_scales)

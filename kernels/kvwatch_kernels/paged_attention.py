@@ -83,6 +83,11 @@ class AttentionBatch:
                 context_lens=self._context_lens,
             )
 
+    @property
+    def compiled(self) -> CompiledAttention | None:
+        """The compiled attention of this batch; none where there is none for such a cache."""
+        return self._compiled
+
     def attend(
         self,
         query: Tensor,

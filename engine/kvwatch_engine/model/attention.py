@@ -59,6 +59,16 @@ class StepAttention:
             for group in groups
         ]
 
+    @property
+    def batches(self) -> Sequence[AttentionBatch]:
+        """The step's sequences, of each KV group."""
+        return self._batches
+
+    @property
+    def slots(self) -> Sequence[SlotMapping]:
+        """Where the step's tokens are written, of each KV group."""
+        return self._slots
+
     @classmethod
     def of_step(cls, cache: KVCache, step: StepInput, places: LayerPlaces = ONE_GROUP) -> Self:
         """Return the attention of a step over a cache."""

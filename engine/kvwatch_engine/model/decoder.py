@@ -132,10 +132,10 @@ class Decoder:
         self.can_be_captured = True
         self.dtype = weights.norm.dtype
         self.device = weights.norm.device
-        self._weights = weights
+        self.weights = weights
         rotaries = [rotary] * config.num_layers if isinstance(rotary, RotaryEmbedding) else list(rotary)
-        self._rotaries = list({id(each): each for each in rotaries}.values())
-        self._rotary_of_layer = [next(i for i, each in enumerate(self._rotaries) if each is it) for it in rotaries]
+        self.rotaries = list({id(each): each for each in rotaries}.values())
+        self.rotary_of_layer = [next(i for i, each in enumerate(self.rotaries) if each is it) for it in rotaries]
         # As transformers does: the factor is rounded to the dtype that is computed in.
         self._embedding_scale = float(torch.tensor(config.embedding_scale).to(self.dtype))
         self._gated = _GATED[config.activation]
@@ -160,24 +160,27 @@ class Decoder:
         Returns:
             `dtype[num_tokens, hidden_size]`, before the last norm.
         """
-        hidden = functional.embedding(token_ids, self._weights.embedding).to(self.dtype)
-        if self._embedding_scale != 1:
-            hidden = hidden * self._embedding_scale
+        hidden = self.embeddings(token_ids)
         if images is not None:
             images.put_into(hidden)
-        angles = [rotary.angles(positions, self.dtype) for rotary in self._rotaries]
+        angles = [rotary.angles(positions, self.dtype) for rotary in self.rotaries]
         # What a part adds to the hidden states is added by the norm that follows, in one pass.
         added: torch.Tensor | None = None
-        layers = self._weights.layers if adapters is None else adapters.adapted(self._weights.layers)
+        layers = self.weights.layers if adapters is None else adapters.adapted(self.weights.layers)
         for index, layer in enumerate(layers):
             normalised = self._normalise(hidden, layer.attention_norm, added)
-            added = self._attend(index, layer, normalised, angles[self._rotary_of_layer[index]], attention)
+            added = self._attend(index, layer, normalised, angles[self.rotary_of_layer[index]], attention)
             if layer.attention_output_norm is not None:
                 added = self._normalise(added, layer.attention_output_norm)
             added = self._feed_forward(layer, self._normalise(hidden, layer.mlp_norm, added))
             if layer.mlp_output_norm is not None:
                 added = self._normalise(added, layer.mlp_output_norm)
         return hidden if added is None else hidden.add_(added)
+
+    def embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return `dtype[num_tokens, hidden_size]`, what the first layer is given for tokens without images."""
+        hidden = functional.embedding(token_ids, self.weights.embedding).to(self.dtype)
+        return hidden * self._embedding_scale if self._embedding_scale != 1 else hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return f32[num_rows, vocab_size], the logits of rows of `hidden_states`.
@@ -186,7 +189,7 @@ class Decoder:
             hidden: `dtype[num_rows, hidden_size]`. Only the rows that are sampled from: for a long prompt this product
                 costs more than all layers together.
         """
-        return self._weights.logits(self._normalise(hidden, self._weights.norm)).float()
+        return self.weights.logits(self._normalise(hidden, self.weights.norm)).float()
 
     def _normalise(self, x: torch.Tensor, weight: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
         return rms_norm(x, weight, self.config.rms_norm_eps, added=added)

@@ -1,12 +1,12 @@
 """Linear layers whose weights lie in the order in which the CPU's matrix products read them."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch.nn import functional
 
-from kvwatch_kernels.linear import is_fast, linear, pack_weight
+from kvwatch_kernels.linear import PackedWeight, can_pack, is_fast, linear, pack_weight
 
 
 class Linear:
@@ -17,11 +17,12 @@ class Linear:
 
     - float32 on a CPU with AVX2 or AVX-512: our own panels (`kvwatch_kernels.linear`), in the weight's dtype. A
       checkpoint in bfloat16 stays that small, and is widened, which is exact, in registers.
+    - bfloat16 on a CPU with AVX512-BF16 and without AMX: our own panels too.
     - otherwise on a CPU: oneDNN's blocked layout, in the dtype that is computed in, where oneDNN has that.
     - elsewhere: the plain weight.
     """
 
-    __slots__ = ("_apply", "num_bytes")
+    __slots__ = ("_apply", "num_bytes", "packed")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: torch.dtype) -> None:
         """Take over a layer.
@@ -32,7 +33,12 @@ class Linear:
             dtype: to compute in, float32 or bfloat16.
         """
         stored = stored_dtype(weight, dtype)
-        self._apply = _applied(weight.to(stored), bias.to(dtype) if bias is not None else None, dtype)
+        weight, bias = weight.to(stored), bias.to(dtype) if bias is not None else None
+        self.packed: PackedWeight | None = None
+        """Weight and bias in our own panels, where they lie in these."""
+        if is_fast(weight.device, dtype) and can_pack(weight, dtype):
+            self.packed = pack_weight(weight, bias, dtype)
+        self._apply = _applied(weight, bias, dtype) if self.packed is None else partial(linear, packed=self.packed)
         self.num_bytes = weight.numel() * stored.itemsize + (bias.numel() * dtype.itemsize if bias is not None else 0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,10 +67,7 @@ def stored_dtype(weight: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
 def _applied(
     weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the layer as a function of x that computes in `dtype`."""
-    if dtype == torch.float32 and is_fast(weight.device):
-        packed = pack_weight(weight, bias)
-        return lambda x: linear(x, packed)
+    """Return the layer as a function of x that computes in `dtype`, by torch."""
     if weight.device.type == "cpu" and _onednn_multiplies(dtype):
         # No batch size is given: it would only be a hint, and batches differ from step to step.
         blocked = torch.ops.mkldnn._reorder_linear_weight(weight, None)

@@ -17,6 +17,7 @@ from kvwatch_engine.model.graphs import DeviceForward, idle_step
 from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.loader import LoadedModel
 from kvwatch_engine.model.sampler import sample
+from kvwatch_engine.model.whole_forward import WholeForward
 
 _DEVICE_BLOCK_SIZE = 8
 """What block sizes are multiples of on a GPU."""
@@ -44,6 +45,11 @@ class ModelRunner:
         """The cache that steps read and write."""
         return self._kv_cache
 
+    @property
+    def runs_whole_steps(self) -> bool:
+        """Whether the layers of a step without LoRA adapters run as one call; see `WholeForward`."""
+        return self._whole is not None
+
     def rebind(self, kv_cache: KVCache) -> None:
         """Use another cache from the next step on; what the old one holds is not moved.
 
@@ -62,6 +68,7 @@ class ModelRunner:
         if kv_cache.spec != expected:
             raise ValueError(f"a KV cache of {kv_cache.spec} does not fit this model, which needs {expected}")
         self._kv_cache = kv_cache
+        self._whole = WholeForward.of(self._model.decoder, kv_cache, self._places)
         self._device = None
         if kv_cache.device.type != "cpu":
             self._device = DeviceForward(self._model.decoder, kv_cache, self._model.info)
@@ -194,7 +201,9 @@ class ModelRunner:
         decoder = self._model.decoder
         # torch.tensor copies: it may then not mind that the step's arrays are read-only.
         attention = StepAttention.of_step(self._kv_cache, step, self._places)
-        hidden = decoder.hidden_states(
-            torch.tensor(step.token_ids), torch.tensor(step.positions), attention, adapters, images
-        )
+        token_ids, positions = torch.tensor(step.token_ids), torch.tensor(step.positions)
+        if self._whole is not None and adapters is None:
+            hidden = self._whole.hidden_states(token_ids, positions, attention, images)
+        else:
+            hidden = decoder.hidden_states(token_ids, positions, attention, adapters, images)
         return decoder.logits(hidden[torch.tensor(sampled)])

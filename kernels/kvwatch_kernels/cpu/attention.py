@@ -126,13 +126,21 @@ def _base_2_bits(factor: float) -> int:
     return float_bits(factor * math.log2(math.e))
 
 
-class _Call(NamedTuple):
+class PreparedAttention(NamedTuple):
     """Arguments of calls that differ in their tensors only, and what these arguments point to."""
 
     params: "array[int]"
+    """See `fields.py`; those of a layer's tensors are 0."""
     counters: npt.NDArray[np.int64]
     workspace: Tensor
     num_threads: int
+
+
+LAYER_FIELDS = (
+    *(QUERY, QUERY_TOKEN_STRIDE, QUERY_HEAD_STRIDE, OUT, OUT_TOKEN_STRIDE, OUT_HEAD_STRIDE),
+    *(KEY_CACHE, VALUE_CACHE, SCALE, SOFT_CAP, ALIBI_SLOPES, KEY_SCALES, VALUE_SCALES),
+)
+"""Arguments that differ from layer to layer; the others, but for `COUNTERS`, are those of a step."""
 
 
 def _scale_strides(scales: Tensor | None) -> tuple[int, int, int]:
@@ -141,6 +149,30 @@ def _scale_strides(scales: Tensor | None) -> tuple[int, int, int]:
         return 0, 0, 0
     block_stride, head_stride, _ = scales.stride()
     return 0, block_stride * _FLOAT_BYTES, head_stride * _FLOAT_BYTES
+
+
+def set_layer(
+    params: "array[int]",
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    alibi_slopes: Tensor | None,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write the arguments of a layer's tensors, `LAYER_FIELDS`; see `CompiledAttention.attend` for the others."""
+    params[QUERY], params[QUERY_TOKEN_STRIDE], params[QUERY_HEAD_STRIDE] = query.data_ptr(), *query.stride()[:2]
+    params[OUT], params[OUT_TOKEN_STRIDE], params[OUT_HEAD_STRIDE] = out.data_ptr(), *out.stride()[:2]
+    params[KEY_CACHE], params[VALUE_CACHE] = key_cache.data_ptr(), value_cache.data_ptr()
+    params[SCALE] = _base_2_bits(scale)
+    params[SOFT_CAP] = 0 if soft_cap is None else _base_2_bits(soft_cap)
+    params[ALIBI_SLOPES] = 0 if alibi_slopes is None else alibi_slopes.data_ptr()
+    if key_scales is not None and value_scales is not None:
+        params[KEY_SCALES], params[VALUE_SCALES] = key_scales.data_ptr(), value_scales.data_ptr()
 
 
 class CompiledAttention:
@@ -181,7 +213,7 @@ class CompiledAttention:
         self._block_tables = block_tables
         self._query_starts = query_starts
         self._context_lens = context_lens
-        self._calls: dict[tuple[int, int, int, int | None, int], _Call] = {}
+        self._calls: dict[tuple[int, int, int, int | None, int], PreparedAttention] = {}
 
     def attend(
         self,
@@ -216,27 +248,67 @@ class CompiledAttention:
                 (`out` is then undefined).
         """
         num_tokens, num_heads, _ = query.shape
-        key = (num_tokens, num_heads, query.element_size(), sliding_window, torch.get_num_threads())
+        call = self.prepared(num_tokens, num_heads, query.element_size(), sliding_window)
+        params = call.params
+        set_layer(
+            params,
+            query,
+            key_cache,
+            value_cache,
+            scale=scale,
+            soft_cap=soft_cap,
+            alibi_slopes=alibi_slopes,
+            key_scales=key_scales,
+            value_scales=value_scales,
+            out=out,
+        )
+        call.counters.fill(0)
+        launcher()(self._code.run, params.buffer_info()[0], call.num_threads)
+        fault, params[FAULT] = params[FAULT], 0
+        self.check_fault(fault, params[FAULT_VALUE], num_tokens)
+
+    def prepared(
+        self, num_tokens: int, num_heads: int, query_bytes: int, sliding_window: int | None
+    ) -> PreparedAttention:
+        """Return what calls for queries of this shape have in common; counters and scratch serve one call at a time.
+
+        Args:
+            num_tokens: of the queries.
+            num_heads: of the queries.
+            query_bytes: of one element of them.
+            sliding_window: tokens that a query sees, itself included; None for all.
+
+        Raises:
+            ShapeError: the lengths contradict each other.
+        """
+        key = (num_tokens, num_heads, query_bytes, sliding_window, torch.get_num_threads())
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = self._prepare(*key)
-        params = call.params
-        params[QUERY], params[QUERY_TOKEN_STRIDE], params[QUERY_HEAD_STRIDE] = query.data_ptr(), *query.stride()[:2]
-        params[OUT], params[OUT_TOKEN_STRIDE], params[OUT_HEAD_STRIDE] = out.data_ptr(), *out.stride()[:2]
-        params[KEY_CACHE], params[VALUE_CACHE] = key_cache.data_ptr(), value_cache.data_ptr()
-        params[SCALE] = _base_2_bits(scale)
-        params[SOFT_CAP] = 0 if soft_cap is None else _base_2_bits(soft_cap)
-        params[ALIBI_SLOPES] = 0 if alibi_slopes is None else alibi_slopes.data_ptr()
-        if key_scales is not None and value_scales is not None:
-            params[KEY_SCALES], params[VALUE_SCALES] = key_scales.data_ptr(), value_scales.data_ptr()
-        call.counters.fill(0)
-        launcher()(self._code.run, params.buffer_info()[0], call.num_threads)
-        if params[FAULT]:
-            self._raise_fault(params, num_tokens)
+        return call
+
+    @property
+    def function(self) -> int:
+        """Address of the C function that each thread runs."""
+        return self._code.run
+
+    def check_fault(self, fault: int, value: int, num_tokens: int) -> None:
+        """Raise what a call has found, if anything.
+
+        Args:
+            fault: what the call left in `FAULT`.
+            value: what it left in `FAULT_VALUE`.
+            num_tokens: of its queries.
+
+        Raises:
+            ShapeError: a block id lies outside of the cache.
+        """
+        if fault:
+            self._raise_fault(fault, value, num_tokens)
 
     def _prepare(
         self, num_tokens: int, num_heads: int, query_bytes: int, sliding_window: int | None, num_threads: int
-    ) -> _Call:
+    ) -> PreparedAttention:
         """Lay out everything but the addresses of a layer's tensors, and check the lengths."""
         num_blocks, num_kv_heads, block_size, head_dim = self._cache_shape
         num_seqs, max_blocks = self._block_tables.shape
@@ -266,17 +338,14 @@ class CompiledAttention:
             ),
         )
         num_partials = self._code.check(params.buffer_info()[0])
-        if params[FAULT]:
-            self._raise_fault(params, num_tokens)
+        self.check_fault(params[FAULT], params[FAULT_VALUE], num_tokens)
         partial_bytes = num_partials * (PARTIAL_HEADER + padded) * _FLOAT_BYTES
         workspace = torch.empty(num_threads * thread_bytes + partial_bytes, dtype=torch.uint8)
         params[SCRATCH] = workspace.data_ptr()
         params[PARTIALS] = workspace.data_ptr() + num_threads * thread_bytes
-        return _Call(params, counters, workspace, num_threads)
+        return PreparedAttention(params, counters, workspace, num_threads)
 
-    def _raise_fault(self, params: "array[int]", num_tokens: int) -> NoReturn:
-        fault, value = params[FAULT], params[FAULT_VALUE]
-        params[FAULT] = 0
+    def _raise_fault(self, fault: int, value: int, num_tokens: int) -> NoReturn:
         starts, lens = self._query_starts, self._context_lens
         if fault == FAULT_QUERY_STARTS:
             raise ShapeError(

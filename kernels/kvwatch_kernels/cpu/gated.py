@@ -8,6 +8,7 @@ import torch
 from numba import types
 from torch import Tensor
 
+from kvwatch_kernels.cpu.call import KernelCall
 from kvwatch_kernels.cpu.compiled import entry_point, inlined, source_digest, subroutine
 from kvwatch_kernels.cpu.memory import (
     Pointer,
@@ -23,7 +24,7 @@ from kvwatch_kernels.cpu.memory import (
     store,
     store_some,
 )
-from kvwatch_kernels.cpu.rows import FIRST_ARGUMENT, call_on_rows, take_rows
+from kvwatch_kernels.cpu.rows import ELEMENTS_PER_ITEM, FIRST_ARGUMENT, rows_call, take_rows
 from kvwatch_kernels.cpu.vectors import LANES, Vector, exp, is_less, select, splat
 
 # Elements of a row of the output; then addresses of input and output, each with its row stride in bytes.
@@ -96,28 +97,31 @@ def gated_code(dtype: torch.dtype) -> int:
 
 
 def compiled_silu_and_multiply(gate_up: Tensor, out: Tensor) -> None:
-    """Run the compiled SiLU; see `_run`."""
-    _run(gate_up, out, 0)
+    """Run the compiled SiLU; see `gated_call`."""
+    gated_call(gate_up, out, is_gelu=False).run()
 
 
 def compiled_gelu_tanh_and_multiply(gate_up: Tensor, out: Tensor) -> None:
-    """Run the compiled GELU; see `_run`."""
-    _run(gate_up, out, 1)
+    """Run the compiled GELU; see `gated_call`."""
+    gated_call(gate_up, out, is_gelu=True).run()
 
 
-def _run(gate_up: Tensor, out: Tensor, is_gelu: int) -> None:
-    """Run a compiled activation on checked arguments; see `kvwatch_kernels.activation`.
+def gated_call(
+    gate_up: Tensor, out: Tensor, *, is_gelu: bool, elements_per_item: int = ELEMENTS_PER_ITEM
+) -> KernelCall:
+    """Lay out an activation of checked arguments; see `kvwatch_kernels.activation`.
 
     Args:
         gate_up: T[num_rows, 2 * width], CPU, last dim contiguous.
         out: T[num_rows, width], last dim contiguous; written.
-        is_gelu: 1 for GELU, 0 for SiLU.
+        is_gelu: GELU instead of SiLU.
+        elements_per_item: see `rows_call`.
     """
     num_rows, width = out.shape
     size = out.element_size()
     arguments = (
         *(width, gate_up.data_ptr(), gate_up.stride(0) * size),
         *(out.data_ptr(), out.stride(0) * size),
-        is_gelu,
+        int(is_gelu),
     )
-    call_on_rows(gated_code(out.dtype), num_rows, 2 * width, arguments)
+    return rows_call(gated_code(out.dtype), num_rows, 2 * width, arguments, elements_per_item)

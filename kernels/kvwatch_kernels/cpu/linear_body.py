@@ -9,18 +9,29 @@ from typing import NamedTuple
 
 from kvwatch_kernels.cpu.compiled import inlined, subroutine
 from kvwatch_kernels.cpu.linear_product import MAX_ROWS, PANEL, multiply_panel, widen_panel
-from kvwatch_kernels.cpu.memory import Pointer, advance, f32_at, fetch_add, i32_at, load, read, store_some
+from kvwatch_kernels.cpu.memory import (
+    Pointer,
+    advance,
+    bf16_at,
+    f32_at,
+    fetch_add,
+    i32_at,
+    load,
+    pointer_like,
+    read,
+    store_some,
+)
 from kvwatch_kernels.cpu.vectors import LANES
 
 # Places in the argument array.
 (
     NEXT_ITEM,  # taken by the threads
     NEXT_THREAD,
-    X,  # address of f32[num_rows, depth]
+    X,  # address of f32[num_rows, depth], or pairs of bfloat16 (see `run_paired_linear`)
     X_STRIDE,  # in elements, as Y_STRIDE
     WEIGHT,  # address of the packed weight
     BIAS,  # address of f32[num_panels * PANEL]
-    Y,  # address of f32[num_rows, num_columns]
+    Y,  # address of f32[num_rows, num_columns], or bfloat16
     Y_STRIDE,
     NUM_ROWS,
     NUM_COLUMNS,
@@ -92,15 +103,15 @@ def multiply_block(
 
 
 @inlined
-def block_of(params: Pointer, item: int, num_panels: int) -> Block:
-    """The rows of an item: all panels of one block, then those of the next."""
+def block_of(params: Pointer, item: int, num_panels: int, x_like: Pointer, y_like: Pointer) -> Block:
+    """The rows of an item: all panels of one block, then those of the next; pointers of these types."""
     first = item // num_panels * read(params, BLOCK_ROWS)
     column = item % num_panels * PANEL
     x_stride, y_stride = read(params, X_STRIDE), read(params, Y_STRIDE)
     return Block(
-        advance(f32_at(read(params, X)), first * x_stride),
+        advance(pointer_like(x_like, read(params, X)), first * x_stride),
         x_stride,
-        advance(f32_at(read(params, Y)), first * y_stride + column),
+        advance(pointer_like(y_like, read(params, Y)), first * y_stride + column),
         y_stride,
         min(read(params, NUM_ROWS) - first, read(params, BLOCK_ROWS)),
         min(read(params, NUM_COLUMNS) - column, PANEL),
@@ -127,7 +138,7 @@ def run_linear(params: Pointer, element_bytes: int) -> None:
         address = read(params, WEIGHT) + item % num_panels * depth * row_bytes
         ahead = read(params, WEIGHT) + following % num_panels * depth * row_bytes
         start = advance(f32_at(read(params, BIAS)), item % num_panels * PANEL)
-        block = block_of(params, item, num_panels)
+        block = block_of(params, item, num_panels, f32_at(0), f32_at(0))
         if element_bytes == FLOAT_BYTES:
             multiply_block(block, f32_at(address), depth, start, tile, ahead, row_bytes)
         elif block.num_rows >= WIDEN_FROM_ROWS:
@@ -135,4 +146,23 @@ def run_linear(params: Pointer, element_bytes: int) -> None:
             multiply_block(block, wide, depth, start, tile, ahead, row_bytes)
         else:
             multiply_block(block, i32_at(address), depth, start, tile, ahead, row_bytes)
+        item = following
+
+
+@inlined
+def run_paired_linear(params: Pointer) -> None:
+    """`run_linear` in bfloat16: x, weight and depth are pairs of neighbouring input features, y is bfloat16."""
+    depth = read(params, DEPTH)
+    num_panels = read(params, NUM_PANELS)
+    num_blocks = (read(params, NUM_ROWS) + read(params, BLOCK_ROWS) - 1) // read(params, BLOCK_ROWS)
+    row_bytes = PANEL * FLOAT_BYTES
+    tile = f32_at(read(params, SCRATCH) + fetch_add(params, NEXT_THREAD) * read(params, SCRATCH_BYTES))
+    item = fetch_add(params, NEXT_ITEM)
+    while item < num_panels * num_blocks:
+        following = fetch_add(params, NEXT_ITEM)
+        address = read(params, WEIGHT) + item % num_panels * depth * row_bytes
+        ahead = read(params, WEIGHT) + following % num_panels * depth * row_bytes
+        start = advance(f32_at(read(params, BIAS)), item % num_panels * PANEL)
+        block = block_of(params, item, num_panels, i32_at(0), bf16_at(0))
+        multiply_block(block, i32_at(address), depth, start, tile, ahead, row_bytes)
         item = following

@@ -83,7 +83,7 @@ def i64_at(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return builder.inttoptr(address, I64.as_pointer())
 
 
-@emitted_for(*(signature(pointer, pointer, types.int64) for pointer in ELEMENT_POINTERS))
+@emitted_for(*(signature(pointer, pointer, types.int64) for pointer in (*ELEMENT_POINTERS, *INTEGER_POINTERS)))
 def pointer_like(builder: ir.IRBuilder, _sig: Any, like: ir.Value, address: ir.Value) -> ir.Value:
     """`pointer_like(pointer, address)`: a pointer of the same type to another address."""
     return builder.inttoptr(address, like.type)

@@ -7,6 +7,7 @@ import torch
 from numba import types
 from torch import Tensor
 
+from kvwatch_kernels.cpu.call import KernelCall
 from kvwatch_kernels.cpu.compiled import entry_point, inlined, source_digest, subroutine
 from kvwatch_kernels.cpu.memory import (
     Pointer,
@@ -21,7 +22,7 @@ from kvwatch_kernels.cpu.memory import (
     store,
     store_some,
 )
-from kvwatch_kernels.cpu.rows import FIRST_ARGUMENT, call_on_rows, float_bits, take_rows
+from kvwatch_kernels.cpu.rows import ELEMENTS_PER_ITEM, FIRST_ARGUMENT, float_bits, rows_call, take_rows
 from kvwatch_kernels.cpu.vectors import LANES, Vector, float_of_bits, fma, splat, sum_lanes
 
 (
@@ -122,8 +123,15 @@ def rms_norm_code(dtype: torch.dtype) -> int:
 _eps_bits = lru_cache(maxsize=64)(float_bits)
 
 
-def compiled_rms_norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None, out: Tensor) -> None:
-    """Run the compiled norm on checked arguments; see `kvwatch_kernels.rms_norm`.
+def rms_norm_call(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    added: Tensor | None,
+    out: Tensor,
+    elements_per_item: int = ELEMENTS_PER_ITEM,
+) -> KernelCall:
+    """Lay out the norm of checked arguments; see `kvwatch_kernels.rms_norm`.
 
     Args:
         x: T[num_rows, width], CPU, last dim contiguous; `added` is added to it.
@@ -131,6 +139,7 @@ def compiled_rms_norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | Non
         eps: added to the mean of squares.
         added: T[num_rows, width], last dim contiguous, or none.
         out: T[num_rows, width], last dim contiguous; written.
+        elements_per_item: see `rows_call`.
     """
     num_rows, width = x.shape
     size = x.element_size()
@@ -141,4 +150,9 @@ def compiled_rms_norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | Non
         weight.data_ptr(),
         *(out.data_ptr(), out.stride(0) * size),
     )
-    call_on_rows(rms_norm_code(x.dtype), num_rows, width, arguments)
+    return rows_call(rms_norm_code(x.dtype), num_rows, width, arguments, elements_per_item)
+
+
+def compiled_rms_norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None, out: Tensor) -> None:
+    """Run the compiled norm on checked arguments; see `rms_norm_call`."""
+    rms_norm_call(x, weight, eps, added, out).run()

@@ -4,11 +4,13 @@ For a quantised cache keys turn in place too, and the compiled store takes them 
 """
 
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from numba import types
 from torch import Tensor
 
+from kvwatch_kernels.cpu.call import KernelCall
 from kvwatch_kernels.cpu.compiled import entry_point, inlined, source_digest, subroutine
 from kvwatch_kernels.cpu.memory import (
     Pointer,
@@ -26,8 +28,8 @@ from kvwatch_kernels.cpu.memory import (
     store_some,
 )
 from kvwatch_kernels.cpu.rms_norm import inverse_rms
-from kvwatch_kernels.cpu.rows import FIRST_ARGUMENT, call_on_rows, float_bits, take_rows
-from kvwatch_kernels.cpu.store import compiled_kv_store
+from kvwatch_kernels.cpu.rows import ELEMENTS_PER_ITEM, FIRST_ARGUMENT, float_bits, rows_call, take_rows
+from kvwatch_kernels.cpu.store import kv_store_call
 from kvwatch_kernels.cpu.vectors import LANES, float_of_bits, fma, splat
 from kvwatch_kernels.dims import Int64Array
 
@@ -37,7 +39,7 @@ from kvwatch_kernels.dims import Int64Array
     _HEAD_DIM,
     _ELEMENT_BYTES,
     _BLOCK_SIZE,
-    _SLOTS,  # address of i64[num_tokens]
+    SLOTS,  # address of i64[num_tokens]
     _QKV,  # address of qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; then its strides in bytes
     _QKV_TOKEN,
     _QKV_HEAD,
@@ -103,7 +105,7 @@ def prepare_token(params: Pointer, like: Pointer, token: int) -> None:
     head_bytes = read(params, _QKV_HEAD)
     cosine = advance(pointer_like(like, read(params, _COSINE)), token * half)
     sine = advance(pointer_like(like, read(params, _SINE)), token * half)
-    slot = read(i64_at(read(params, _SLOTS)), token)
+    slot = read(i64_at(read(params, SLOTS)), token)
     block = slot // read(params, _BLOCK_SIZE)
     offset = slot - block * read(params, _BLOCK_SIZE)
     is_stored = read(params, _KEY_CACHE) != 0
@@ -155,7 +157,14 @@ def rotary_code(dtype: torch.dtype) -> int:
 _eps_bits = lru_cache(maxsize=64)(float_bits)
 
 
-def compiled_rotate_and_store(
+class RotaryCalls(NamedTuple):
+    """What rotates and stores: one call, or two for a quantised cache."""
+
+    rotate: KernelCall
+    store: KernelCall | None
+
+
+def rotary_calls(
     qkv: Tensor,
     cosine: Tensor,
     sine: Tensor,
@@ -167,8 +176,9 @@ def compiled_rotate_and_store(
     eps: float,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
-) -> None:
-    """Run the compiled code on checked arguments; see `kvwatch_kernels.rotary`.
+    elements_per_item: int = ELEMENTS_PER_ITEM,
+) -> RotaryCalls:
+    """Lay out rotation and store of checked arguments; see `kvwatch_kernels.rotary`.
 
     Args:
         qkv: T[num_tokens, num_heads + 2 * num_kv_heads, head_dim], CPU, last dim contiguous; changed.
@@ -181,6 +191,7 @@ def compiled_rotate_and_store(
         eps: added to the mean of squares.
         key_scales: f32[num_blocks, num_kv_heads, block_size], last dim contiguous, of a quantised cache; written.
         value_scales: likewise.
+        elements_per_item: see `rows_call`.
     """
     num_tokens, num_rows, head_dim = qkv.shape
     _, num_kv_heads, block_size, _ = key_cache.shape
@@ -197,9 +208,10 @@ def compiled_rotate_and_store(
         *(key_cache.data_ptr() if is_fused else 0, key_block * size, key_head * size, key_token * size),
         *(value_cache.data_ptr() if is_fused else 0, value_block * size, value_head * size, value_token * size),
     )
-    call_on_rows(rotary_code(qkv.dtype), num_tokens, num_rows * head_dim, arguments)
+    rotate = rows_call(rotary_code(qkv.dtype), num_tokens, num_rows * head_dim, arguments, elements_per_item)
+    store = None
     if not is_fused:
-        compiled_kv_store(
+        store = kv_store_call(
             qkv[:, -2 * num_kv_heads : -num_kv_heads],
             qkv[:, -num_kv_heads:],
             key_cache,
@@ -208,3 +220,35 @@ def compiled_rotate_and_store(
             key_scales=key_scales,
             value_scales=value_scales,
         )
+    return RotaryCalls(rotate, store)
+
+
+def compiled_rotate_and_store(
+    qkv: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Int64Array,
+    *,
+    norm_weight: Tensor | None,
+    eps: float,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    """Run rotation and store on checked arguments; see `rotary_calls`."""
+    calls = rotary_calls(
+        qkv,
+        cosine,
+        sine,
+        key_cache,
+        value_cache,
+        slots,
+        norm_weight=norm_weight,
+        eps=eps,
+        key_scales=key_scales,
+        value_scales=value_scales,
+    )
+    calls.rotate.run()
+    if calls.store is not None:
+        calls.store.run()

@@ -7,15 +7,17 @@ import struct
 from array import array
 from collections.abc import Sequence
 
+from kvwatch_kernels.cpu.call import KernelCall
 from kvwatch_kernels.cpu.compiled import inlined
 from kvwatch_kernels.cpu.memory import Pointer, fetch_add, read
-from kvwatch_kernels.cpu.threads import call_on_threads
 
 NEXT_ITEM, NUM_ROWS, ROWS_PER_ITEM, FIRST_ARGUMENT = range(4)
 
 ELEMENTS_PER_ITEM = 65_536
 """Elements that a thread takes at a time: some ten microseconds. What is less runs on the calling thread alone, since
 waking a second one takes as long."""
+AWAKE_ELEMENTS_PER_ITEM = 4_096
+"""The same where all threads are awake (see `program.py`)."""
 
 
 @inlined
@@ -25,18 +27,25 @@ def take_rows(params: Pointer) -> tuple[int, int]:
     return first, min(first + read(params, ROWS_PER_ITEM), read(params, NUM_ROWS))
 
 
-def call_on_rows(function: int, num_rows: int, row_elements: int, arguments: Sequence[int]) -> None:
-    """Run a compiled row kernel over all rows.
+def rows_call(
+    function: int,
+    num_rows: int,
+    row_elements: int,
+    arguments: Sequence[int],
+    elements_per_item: int = ELEMENTS_PER_ITEM,
+) -> KernelCall:
+    """Lay out the call of a compiled row kernel over all rows.
 
     Args:
         function: address of `void function(int64_t)`, which takes rows by `take_rows` until none is left.
         num_rows: number of rows.
         row_elements: elements that one row reads, to judge how much work it is.
         arguments: the kernel's own.
+        elements_per_item: elements that a thread takes at a time, at least one row.
     """
-    rows_per_item = max(1, ELEMENTS_PER_ITEM // row_elements)
+    rows_per_item = max(1, elements_per_item // row_elements)
     params = array("q", (0, num_rows, rows_per_item, *arguments))
-    call_on_threads(function, params, -(-num_rows // rows_per_item))
+    return KernelCall(function, params, -(-num_rows // rows_per_item))
 
 
 def float_bits(value: float) -> int:

@@ -8,6 +8,7 @@ import torch
 from numba import types
 from torch import Tensor
 
+from kvwatch_kernels.cpu.call import KernelCall
 from kvwatch_kernels.cpu.compiled import entry_point, inlined, source_digest
 from kvwatch_kernels.cpu.memory import (
     Pointer,
@@ -24,7 +25,6 @@ from kvwatch_kernels.cpu.memory import (
     read,
 )
 from kvwatch_kernels.cpu.quantise import quantise_head
-from kvwatch_kernels.cpu.threads import call_on_threads
 from kvwatch_kernels.dims import Int64Array
 from kvwatch_kernels.quant import is_quantised
 
@@ -34,12 +34,12 @@ TOKENS_PER_ITEM = 64
 # Places in the argument array; strides in bytes.
 (
     _NEXT_ITEM,  # taken by the threads
-    _NUM_TOKENS,
+    STORE_NUM_TOKENS,
     _NUM_HEADS,
     _HEAD_DIM,
     _SOURCE_BYTES,  # of one element of keys and values
     _BLOCK_SIZE,
-    _SLOTS,  # address of i64[num_tokens]
+    STORE_SLOTS,  # address of i64[num_tokens]
     _KEY,  # for keys, then for values, the ten places that follow
 ) = range(8)
 _SIDE_PLACES = 10
@@ -95,10 +95,10 @@ def quantise_heads(params: Pointer, side: int, token: int, slot: int, like: Poin
 @inlined
 def store_tokens(params: Pointer) -> None:
     """What every thread does: copy `TOKENS_PER_ITEM` tokens at a time until none is left."""
-    slots = i64_at(read(params, _SLOTS))
+    slots = i64_at(read(params, STORE_SLOTS))
     first = fetch_add(params, _NEXT_ITEM) * TOKENS_PER_ITEM
-    while first < read(params, _NUM_TOKENS):
-        for token in range(first, min(first + TOKENS_PER_ITEM, read(params, _NUM_TOKENS))):
+    while first < read(params, STORE_NUM_TOKENS):
+        for token in range(first, min(first + TOKENS_PER_ITEM, read(params, STORE_NUM_TOKENS))):
             slot = read(slots, token)
             if slot >= 0:
                 copy_heads(params, _KEY, token, slot)
@@ -109,10 +109,10 @@ def store_tokens(params: Pointer) -> None:
 @inlined
 def quantise_tokens(params: Pointer, like: Pointer) -> None:
     """`store_tokens` for a quantised cache; `like` is a pointer of its kind of element."""
-    slots = i64_at(read(params, _SLOTS))
+    slots = i64_at(read(params, STORE_SLOTS))
     first = fetch_add(params, _NEXT_ITEM) * TOKENS_PER_ITEM
-    while first < read(params, _NUM_TOKENS):
-        for token in range(first, min(first + TOKENS_PER_ITEM, read(params, _NUM_TOKENS))):
+    while first < read(params, STORE_NUM_TOKENS):
+        for token in range(first, min(first + TOKENS_PER_ITEM, read(params, STORE_NUM_TOKENS))):
             slot = read(slots, token)
             if slot >= 0:
                 quantise_heads(params, _KEY, token, slot, like)
@@ -153,7 +153,7 @@ def store_code(dtype: torch.dtype) -> int:
     return entry_point(types.void(types.int64), quantising[dtype] if is_quantised(dtype) else run_plain)
 
 
-def compiled_kv_store(
+def kv_store_call(
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
@@ -162,8 +162,8 @@ def compiled_kv_store(
     *,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
-) -> None:
-    """Run the compiled store on checked arguments; see `kvwatch_kernels.kv_store`.
+) -> KernelCall:
+    """Lay out the store of checked arguments; see `kvwatch_kernels.kv_store`.
 
     Args:
         key: T[num_tokens, num_kv_heads, head_dim], CPU, last dim contiguous; float32 or bfloat16 for a quantised cache.
@@ -185,7 +185,8 @@ def compiled_kv_store(
         )
     ]
     head = (0, num_tokens, num_heads, head_dim, key.element_size(), key_cache.shape[2], slot_mapping.ctypes.data)
-    call_on_threads(store_code(key_cache.dtype), array("q", (*head, *sides)), -(-num_tokens // TOKENS_PER_ITEM))
+    params = array("q", (*head, *sides))
+    return KernelCall(store_code(key_cache.dtype), params, -(-num_tokens // TOKENS_PER_ITEM))
 
 
 def _address_and_strides(tensor: Tensor | None, num_strides: int) -> tuple[int, ...]:

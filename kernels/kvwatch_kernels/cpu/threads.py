@@ -20,10 +20,12 @@ Launch: TypeAlias = Callable[[int, int, int], None]
 """`launch(function, argument, num_threads)`: call the C function at address `function` once on each thread."""
 
 
+_MOST_THREADS = 512
+
+
 def find_torch_pool() -> Launch | None:
     """The launcher of torch's own OpenMP pool; None where torch is built without libgomp."""
-    libraries = (Path(torch.__file__).parent / "lib").glob("libgomp*.so*")
-    parallel = next(filter(None, map(_parallel_of, sorted(libraries))), None)
+    parallel = next(filter(None, map(_parallel_of, _openmp_libraries())), None)
     if parallel is None:
         return None
 
@@ -31,6 +33,26 @@ def find_torch_pool() -> Launch | None:
         parallel(function, argument, num_threads, 0)
 
     return launch
+
+
+def _openmp_libraries() -> list[Path]:
+    return sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+
+
+@cache
+def team_size_code() -> int:
+    """Address of `int omp_get_num_threads(void)` of torch's OpenMP pool; 0 where other threads make calls.
+
+    The pool may grant fewer threads than were asked for; the others never do.
+    """
+    if find_torch_pool() is None:
+        return 0
+    for library in _openmp_libraries():
+        try:
+            return ctypes.cast(ctypes.CDLL(str(library)).omp_get_num_threads, ctypes.c_void_p).value or 0
+        except (OSError, AttributeError):
+            continue
+    return 0
 
 
 def _parallel_of(library: Path) -> Callable[[int, int, int, int], None] | None:
@@ -46,10 +68,12 @@ def _parallel_of(library: Path) -> Callable[[int, int, int, int], None] | None:
 
 def make_python_pool() -> Launch:
     """A launcher that uses Python threads."""
-    pool = ThreadPoolExecutor(thread_name_prefix="kvwatch-kernels")
+    # Threads of one call may wait for each other: there must be one for each.
+    pool = ThreadPoolExecutor(max_workers=_MOST_THREADS, thread_name_prefix="kvwatch-kernels")
     prototype = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
     def launch(function: int, argument: int, num_threads: int) -> None:
+        assert num_threads <= _MOST_THREADS + 1, "more threads than the pool has"
         call = prototype(function)
         others = [pool.submit(call, argument) for _ in range(num_threads - 1)]
         call(argument)

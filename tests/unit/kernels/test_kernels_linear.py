@@ -10,6 +10,7 @@ from numba.core.event import install_recorder
 from torch import Tensor
 from torch.nn import functional
 
+from kvwatch_kernels.cpu.linear_product import multiplies_pairs
 from kvwatch_kernels.errors import ShapeError
 from kvwatch_kernels.linear import PackedWeight, linear, pack_weight
 
@@ -170,8 +171,8 @@ def test_no_rows_give_no_rows() -> None:
     [
         (torch.zeros(3, 31), r"x has shape \[3, 31\]: must be \[num_rows, 30\]"),
         (torch.zeros(30), r"x has shape \[30\]: must be \[num_rows, 30\]"),
-        (torch.zeros(3, 30, dtype=torch.bfloat16), "x is torch.bfloat16 on cpu: must be float32 on a CPU"),
-        (torch.zeros(3, 30, device="meta"), "x is torch.float32 on meta: must be float32 on a CPU"),
+        (torch.zeros(3, 30, dtype=torch.bfloat16), "x is torch.bfloat16 on cpu: must be torch.float32 on a CPU"),
+        (torch.zeros(3, 30, device="meta"), "x is torch.float32 on meta: must be torch.float32 on a CPU"),
     ],
 )
 def test_an_input_that_does_not_fit_is_refused(x: Tensor, message: str) -> None:
@@ -213,3 +214,98 @@ def test_one_call_compiles_what_every_size_needs(dtype: torch.dtype) -> None:
         linear(make_rows(7, 90), other)
 
     assert recorder.buffer == []
+
+
+# ---------------------------------------------------------------------------- bfloat16 with bfloat16
+
+paired = pytest.mark.skipif(not multiplies_pairs(), reason="this processor has no AVX512-BF16")
+
+
+def assert_is_rounded_product(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Compare with float64: one rounding to bfloat16, and float32's errors of the sum."""
+    truth = functional.linear(x.double(), weight.double(), bias.double() if bias is not None else None)
+    size = functional.linear(x.double().abs(), weight.double().abs()) + 1
+
+    assert y.dtype == torch.bfloat16
+    assert y.shape == truth.shape
+    assert y.is_contiguous()
+    assert ((y.double() - truth).abs() <= 2.0**-8 * truth.abs() + 1e-6 * size).all()
+
+
+@paired
+@settings(max_examples=80, deadline=None)
+@given(
+    num_rows=st.integers(1, 130),
+    half_features=st.integers(1, 150),
+    out_features=st.integers(1, 200),
+    num_threads=st.integers(1, 3),
+    has_bias=st.booleans(),
+)
+def test_pairs_of_any_size_give_the_product(
+    num_rows: int, half_features: int, out_features: int, num_threads: int, has_bias: bool
+) -> None:
+    _, weight, bias = make_layer(out_features, 2 * half_features, torch.bfloat16, has_bias=has_bias)
+    packed = pack_weight(weight, bias, torch.bfloat16)
+    x = make_rows(num_rows, 2 * half_features).bfloat16()
+    torch.set_num_threads(num_threads)
+
+    assert_is_rounded_product(linear(x, packed), x, weight, bias)
+
+
+@paired
+def test_pairs_in_blocks_of_long_rows_give_the_product() -> None:
+    _, weight, bias = make_layer(70, 30_000, torch.bfloat16)
+    packed = pack_weight(weight, bias, torch.bfloat16)
+    x = make_rows(100, 30_000).bfloat16()
+
+    assert_is_rounded_product(linear(x, packed), x, weight, bias)
+
+
+@paired
+def test_a_row_of_pairs_has_the_same_bits_in_any_batch_and_on_any_number_of_threads() -> None:
+    _, weight, bias = make_layer(90, 576, torch.bfloat16)
+    packed = pack_weight(weight, bias, torch.bfloat16)
+    x = make_rows(400, 576).bfloat16()
+    whole = linear(x, packed)
+
+    for num_rows in (*range(1, 30), 48, 49, 50, 399):
+        torch.set_num_threads(1 + num_rows % 3)
+        assert torch.equal(linear(x[-num_rows:], packed), whole[-num_rows:]), num_rows
+
+
+@paired
+def test_rows_of_pairs_may_lie_anywhere() -> None:
+    _, weight, bias = make_layer(40, 64, torch.bfloat16)
+    packed = pack_weight(weight, bias, torch.bfloat16)
+    wide = make_rows(20, 131).bfloat16()
+
+    for first in (0, 1, 2, 3):
+        x = wide[:, first : first + 64]
+        assert torch.equal(linear(x, packed), linear(x.contiguous(), packed)), first
+
+
+@paired
+def test_a_sum_of_exact_products_is_exact() -> None:
+    """Small integers: every product and every sum is exact, so only a wrong pairing of features could change it."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randint(-3, 4, (65, 100), generator=generator).bfloat16()
+    x = torch.randint(-3, 4, (29, 100), generator=generator).bfloat16()
+    packed = pack_weight(weight, None, torch.bfloat16)
+
+    truth = x.double() @ weight.double().T
+    exact = truth.abs() <= 256
+    assert exact.all()
+    assert torch.equal(linear(x, packed).double(), truth)
+
+
+@paired
+def test_what_is_not_made_for_pairs_is_refused() -> None:
+    with pytest.raises(ShapeError, match=r"weight is torch.bfloat16\[4, 3\]: must be bfloat16 with an even number"):
+        pack_weight(torch.zeros(4, 3, dtype=torch.bfloat16), None, torch.bfloat16)
+    with pytest.raises(ShapeError, match=r"weight is torch.float32\[4, 2\]: must be bfloat16"):
+        pack_weight(torch.zeros(4, 2), None, torch.bfloat16)
+    packed = pack_weight(torch.zeros(4, 2, dtype=torch.bfloat16), None, torch.bfloat16)
+    with pytest.raises(ShapeError, match=r"x is torch\.float32 on cpu: must be torch\.bfloat16 on a CPU"):
+        linear(torch.zeros(1, 2), packed)
+    with pytest.raises(ShapeError, match=r"dtype is torch\.float16: must be float32"):
+        pack_weight(torch.zeros(4, 2), None, torch.float16)
