@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from msgspec import structs
 
 from kvwatch.ledger.ledger import Ledger
@@ -12,10 +13,10 @@ from kvwatch.telemetry.schema import Event
 from kvwatch.telemetry.snapshot import EngineSnapshot, GroupState, TierState
 from kvwatch_engine.contracts.cache import BlockLayout, KVDtype, KVGroup
 from kvwatch_engine.contracts.errors import GuideFailed
-from kvwatch_engine.contracts.request import GenerationRequest
+from kvwatch_engine.contracts.request import GenerationRequest, PromptLogprobs
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.settings import EngineSettings
-from kvwatch_engine.contracts.step import Candidates, Int64Array, SampleRow, StepInput, StepResult
+from kvwatch_engine.contracts.step import Candidates, Int64Array, SampleRow, ScoredSpan, StepInput, StepResult
 from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.memory.block_hash import root_hash
@@ -85,7 +86,18 @@ class NullModel:
         ]
         return StepResult(
             token_ids=tokens, logprobs=[None] * len(tokens), forward_ns=0, sample_ns=0, errors=errors,
-            candidates=candidates,
+            candidates=candidates, scored=tuple(self.score(step, span) for span in step.scored),
+        )  # fmt: skip
+
+    def score(self, step: StepInput, span: ScoredSpan) -> PromptLogprobs:
+        """Return log-probabilities that depend on each token, the one before it, and its position."""
+        packed = np.arange(span.start, span.start + len(span.token_ids))
+        token_ids = np.array(span.token_ids, dtype=np.int64)
+        state = step.token_ids[packed] * 31 + token_ids * 7 + step.positions[packed] * 3
+        top = np.arange(span.num_top)[None, :] + state[:, None]
+        return PromptLogprobs(
+            token_ids=token_ids, logprobs=-(state % 97) / 10, ranks=state % 11 + 1,
+            top_token_ids=top % self.vocab_size, top_logprobs=-(top % 89) / 10,
         )  # fmt: skip
 
     def candidates(self, row: SampleRow) -> Candidates:

@@ -98,7 +98,7 @@ class Oracle(Book):
     def _open(self, call: Callable[..., Any], owner: Any, prefix: Prefix, num_tokens: int) -> bool:
         request = self.requests[owner.request]
         num_regretted = 0
-        if request.admitted_ns is None and self.core.settings.enable_prefix_cache:
+        if request.admitted_ns is None and self._is_looked_up(request):
             num_regretted = self._num_regretted(request, len(prefix) + self._num_further(request, len(prefix)))
         opened: bool = call(owner, prefix, num_tokens)
         if opened:
@@ -121,13 +121,18 @@ class Oracle(Book):
         prompt, opening = request.num_prompt_tokens, self.openings[name]
         self.add(m.PROMPT_TOKENS, prompt)
         self.observe(m.QUEUE_SECONDS, self.now - request.queued_ns)
-        if self.core.settings.enable_prefix_cache:
+        if self._is_looked_up(request):
             size = self.core.settings.block_size
             self.add(m.PREFIX_CACHE_QUERIED_TOKENS, prompt)
             self.add(m.PREFIX_CACHE_GRANULARITY_LOST_TOKENS, prompt - (prompt - 1) // size * size)
         for tier, num_tokens in self._num_hit_tokens(name).items():
             self.add(m.PREFIX_CACHE_HIT_TOKENS, num_tokens, tier)
         self.add(m.PREFIX_CACHE_REGRETTED_TOKENS, opening.num_regretted * opening.size)
+
+    def _is_looked_up(self, request: Request) -> bool:
+        """Whether a new request's prompt may be found: log-probabilities of it need all of its logits."""
+        is_scored = request.sampling.prompt_logprobs is not None and request.num_prompt_tokens > 1
+        return self.core.settings.enable_prefix_cache and not is_scored
 
     def _num_hit_tokens(self, name: str) -> Counter[str]:
         opening = self.openings[name]

@@ -211,7 +211,12 @@ class RandomLoad:
             request_id="",
             prompt_token_ids=prompt,
             sampling=SamplingParams(
-                temperature=0.0, max_tokens=random.randint(1, 16), n=n, beams=beams, seed=random.randint(0, 99)
+                temperature=0.0,
+                max_tokens=random.randint(1, 16),
+                n=n,
+                beams=beams,
+                seed=random.randint(0, 99),
+                prompt_logprobs=1 if self.num_submitted % 8 == 5 else None,
             ),
             origin=origin,
             load_id=LoadId(origin.adapter) if origin.adapter else None,

@@ -16,11 +16,12 @@ from tiny_vision_model import IMAGE, NUM_IMAGE_TOKENS, make_tiny_vision_model
 
 from kvwatch_engine.contracts.adapter import AdapterSpan
 from kvwatch_engine.contracts.image import ImageSpan
-from kvwatch_engine.contracts.step import StepInput
+from kvwatch_engine.contracts.step import ScoredSpan, StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention
 from kvwatch_engine.model.graphs import DECODE_BUCKETS, DeviceForward, bucket_for, decode_buckets
 from kvwatch_engine.model.loader import LoadedModel, load_model
+from kvwatch_engine.model.prompt_logprobs import PromptScorer
 from kvwatch_engine.model.runner import ModelRunner
 from kvwatch_engine.model.staging import StagedStep, StagingSizes, StepStaging
 
@@ -113,6 +114,27 @@ def test_logits_of_a_subset_of_a_decode_step_are_those_asked_for(model: LoadedMo
         some = np.array([2], dtype=np.int64)
         logits = forward.logits(step, some)
         assert torch.allclose(logits, plain_logits(model, plain_cache, step, some), atol=1e-5)
+
+
+def test_a_step_that_tells_of_prompts_gives_what_the_plain_path_tells_also_of_single_tokens(model: LoadedModel) -> None:
+    cache, plain_cache = new_cache(model), new_cache(model)
+    forward, scorer = device_forward(model, cache), PromptScorer(model.decoder, model.info)
+    forward.capture(64)
+
+    for turn, (step, sampled) in enumerate(steps_of([20, 9], 1)):
+        whole = (ScoredSpan(3, list(range(30, 46)), 4), ScoredSpan(21, [7, 8], 1))
+        spans = whole if turn == 0 else (ScoredSpan(1, [9], 2),)
+        scored_step = replace(step, scored=spans)
+        logits, told = forward.logits_and_scores(scored_step, sampled, scorer)
+
+        assert torch.allclose(logits, plain_logits(model, plain_cache, step, sampled), atol=1e-5)
+        everything = np.arange(step.num_tokens, dtype=np.int64)
+        expected = torch.log_softmax(plain_logits(model, plain_cache, step, everything), dim=-1).numpy()
+        for span, found in zip(spans, told, strict=True):
+            rows = expected[span.start : span.start + len(span.token_ids)]
+            np.testing.assert_allclose(found.logprobs, rows[np.arange(len(rows)), span.token_ids], atol=1e-4)
+            np.testing.assert_allclose(found.top_logprobs[:, 0], rows.max(axis=1), atol=1e-4)
+    assert forward.buckets, "the graphs are still there"
 
 
 def test_logits_stay_what_they_were_when_the_next_step_runs(model: LoadedModel) -> None:

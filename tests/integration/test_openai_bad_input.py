@@ -287,7 +287,9 @@ def test_more_choices_than_can_run_are_refused(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"best_of": 2}, "best_of"), ({"best_of": 1, "n": 2}, "best_of"), ({"echo": True, "logprobs": 0}, "logprobs"),
+        ({"best_of": 2}, "best_of"), ({"best_of": 1, "n": 2}, "best_of"), ({"echo": True, "logprobs": 21}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"), ({"echo": True, "max_tokens": -1}, "max_tokens"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"suffix": "end"}, "suffix"), ({"cache_salt": "x" * 129}, "cache_salt"), ({"prompt": [0] * 10_000}, "prompt"),
     ],
     ids=str,

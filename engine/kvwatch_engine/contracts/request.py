@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvwatch.telemetry.events.request import Operation, RejectionReason, RequestRejected
 from kvwatch_engine.contracts.adapter import AdapterAdmission, LoadId
 from kvwatch_engine.contracts.guidance import Guide
@@ -114,6 +117,25 @@ class PositionLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobs:
+    """Log-probabilities of consecutive tokens of a prompt, each given all that stand before it.
+
+    Columns, not objects: a prompt may have very many tokens.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    """i64[num_tokens]: the prompt's own tokens. Its first one, which follows nothing, is never among them."""
+    logprobs: npt.NDArray[np.float64]
+    """f64[num_tokens]"""
+    ranks: npt.NDArray[np.int64]
+    """i64[num_tokens]: 1 for the most likely token; as many tokens as are more likely, and 1."""
+    top_token_ids: npt.NDArray[np.int64]
+    """i64[num_tokens, num_top]: the most likely tokens, most likely first."""
+    top_logprobs: npt.NDArray[np.float64]
+    """f64[num_tokens, num_top]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOutput:
     """What one step brought for one sequence.
 
@@ -135,6 +157,9 @@ class SequenceOutput:
     """Whether it ended since its grammar took too much work, which is the request's own fault."""
     score: float | None = None
     """Score of a whole sequence that a beam search found; see `BeamParams`."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of the next tokens of the request's prompt, if asked for: in order, each token once, all of them before the first
+    token of any of its sequences."""
 
 
 OutputListener = Callable[[Sequence[SequenceOutput]], None]

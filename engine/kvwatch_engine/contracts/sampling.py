@@ -50,6 +50,9 @@ class SamplingParams:
     """(token id, added to its logit)."""
     logprobs: int | None = None
     """Return the log-probability of each chosen token, and of this many of the most likely ones."""
+    prompt_logprobs: int | None = None
+    """Return the log-probability of each token of the prompt but the first, and of this many of the most likely ones
+    in its place. Nothing of the prompt is then taken from the prefix cache before its log-probabilities are known."""
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     """End tokens and stop tokens are forbidden until so many tokens were generated."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvwatch_engine.contracts.adapter import AdapterSpan
 from kvwatch_engine.contracts.guidance import SequenceGuide
 from kvwatch_engine.contracts.image import ImageSpan
-from kvwatch_engine.contracts.request import PositionLogprobs
+from kvwatch_engine.contracts.request import PositionLogprobs, PromptLogprobs
 from kvwatch_engine.contracts.sampling import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
@@ -35,6 +35,17 @@ class SampleRow:
     """Continuations wanted of a beam, instead of one token; 0 for a sequence that is no beam."""
     guide: SequenceGuide | None = None
     """Which tokens its grammar allows now, already asked to find that out; none if anything may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSpan:
+    """Tokens of a prompt whose log-probabilities are wanted."""
+
+    start: int
+    """Packed token that the first of them follows; the others follow one after the other."""
+    token_ids: Sequence[int]
+    num_top: int
+    """How many of the most likely tokens are wanted at each place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +92,8 @@ class StepInput:
     """KV groups from 1 on; `slot_mapping` and `block_tables` are those of group 0."""
     images: tuple[ImageSpan, ...] = ()
     """Which tokens stand for images."""
+    scored: tuple[ScoredSpan, ...] = ()
+    """Tokens of prompts whose log-probabilities are wanted."""
 
     @property
     def groups(self) -> tuple[GroupBlocks, ...]:
@@ -119,6 +132,8 @@ class StepResult:
     or its search."""
     candidates: dict[int, Candidates] = field(default_factory=dict)
     """Row -> continuations, for rows that asked for them."""
+    scored: tuple[PromptLogprobs, ...] = ()
+    """One for each of `StepInput.scored`."""
 
 
 class StepExecutor(Protocol):

@@ -20,11 +20,13 @@ import torch
 
 from kvwatch_engine.contracts.block import NULL_BLOCK, PAD_SLOT
 from kvwatch_engine.contracts.model import ModelInfo
+from kvwatch_engine.contracts.request import PromptLogprobs
 from kvwatch_engine.contracts.step import GroupBlocks, Int64Array, StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.causal_model import CausalModel
 from kvwatch_engine.model.decoder import LayerAttention, StepAdapters, StepImages
 from kvwatch_engine.model.kv_groups import LayerPlaces
+from kvwatch_engine.model.prompt_logprobs import PromptScorer
 from kvwatch_engine.model.staging import StagedStep, StagingSizes, StepStaging
 
 DECODE_BUCKETS: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -139,6 +141,23 @@ class DeviceForward:
             staging.stage(step, sampled, bucket)
             return self._to_host(self._replays[bucket]()[: len(sampled)])
 
+    @torch.inference_mode()
+    def logits_and_scores(
+        self,
+        step: StepInput,
+        sampled: Int64Array,
+        scorer: PromptScorer,
+        adapters: StepAdapters | None = None,
+        images: StepImages | None = None,
+    ) -> tuple[torch.Tensor, tuple[PromptLogprobs, ...]]:
+        """Run a step that has scored spans, kernel by kernel: see `logits`, and `PromptScorer` for the rest."""
+        with self._on_stream():
+            staged = self._staging_for(step).stage(step, sampled)
+            lengths = int(np.diff(step.query_starts).max()), int(step.context_lens.max())
+            hidden = self._hidden_states(staged, *lengths, adapters, images)
+            scored = scorer.score(hidden, step.scored)
+            return self._to_host(self._decoder.logits(hidden[staged.sampled])), scored
+
     def _forward(
         self,
         staged: StagedStep,
@@ -148,9 +167,19 @@ class DeviceForward:
         images: StepImages | None = None,
     ) -> torch.Tensor:
         """Return f32[num_sampled, vocab_size] on the device."""
-        attention = self._attention(self._cache, staged, self._places, max_query_len, max_context_len)
-        hidden = self._decoder.hidden_states(staged.token_ids, staged.positions, attention, adapters, images)
+        hidden = self._hidden_states(staged, max_query_len, max_context_len, adapters, images)
         return self._decoder.logits(hidden[staged.sampled])
+
+    def _hidden_states(
+        self,
+        staged: StagedStep,
+        max_query_len: int,
+        max_context_len: int,
+        adapters: StepAdapters | None,
+        images: StepImages | None,
+    ) -> torch.Tensor:
+        attention = self._attention(self._cache, staged, self._places, max_query_len, max_context_len)
+        return self._decoder.hidden_states(staged.token_ids, staged.positions, attention, adapters, images)
 
     def _captured(self, bucket: int) -> Replay:
         assert self._staging is not None, "there is room before anything is captured"

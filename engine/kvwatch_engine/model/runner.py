@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kvwatch_engine.contracts.cache import BlockLayout, KVCacheSpec, KVDtype
+from kvwatch_engine.contracts.request import PromptLogprobs
 from kvwatch_engine.contracts.step import Int64Array, StepInput, StepResult
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention, warm_up_attention
@@ -16,6 +17,7 @@ from kvwatch_engine.model.devices import free_bytes
 from kvwatch_engine.model.graphs import DeviceForward, idle_step
 from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.loader import LoadedModel
+from kvwatch_engine.model.prompt_logprobs import NEVER, PromptScorer
 from kvwatch_engine.model.sampler import sample
 from kvwatch_engine.model.whole_forward import WholeForward
 
@@ -25,9 +27,6 @@ _DEVICE_BLOCK_SIZE = 8
 _WARM_UP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 256)
 """Numbers of tokens in one step whose matrix products are prepared at start, if they can occur at all."""
 
-_NEVER = -1e30
-"""Logit of a token that is never chosen; a finite number, as all logits of a sound model."""
-
 
 class ModelRunner:
     """Executes steps of one model where its KV cache lies. Engine thread only; keeps nothing from step to step."""
@@ -36,6 +35,7 @@ class ModelRunner:
         """Bind a model to its cache, see `rebind`."""
         self._model = model
         self._places = LayerPlaces(model.info.groups)
+        self._scorer = PromptScorer(model.decoder, model.info)
         self._device: DeviceForward | None = None
         self._captured_tokens: int | None = None
         self.rebind(kv_cache)
@@ -147,7 +147,7 @@ class ModelRunner:
         if len(step.copy_sources):
             (self._device or self._kv_cache).copy_blocks(step.copy_sources, step.copy_destinations)
         sampled, logits_rows = np.unique(step.sample_indices, return_inverse=True)
-        logits = self._forward(step, sampled)
+        logits, scored = self._forward(step, sampled)
         forwarded = time.perf_counter_ns()
         samples = sample(logits, step.sample_rows, logits_rows.tolist())
         return StepResult(
@@ -157,6 +157,7 @@ class ModelRunner:
             sample_ns=time.perf_counter_ns() - forwarded,
             errors=samples.errors,
             candidates=samples.candidates,
+            scored=scored,
         )
 
     def warm_up(self, max_tokens: int, kv_dtypes: Iterable[KVDtype] = ()) -> None:
@@ -182,22 +183,29 @@ class ModelRunner:
             self._forward(idle_step(num_tokens, len(info.groups)), np.arange(num_tokens, dtype=np.int64))
 
     @torch.inference_mode()
-    def _forward(self, step: StepInput, sampled: Int64Array) -> torch.Tensor:
-        """Return f32[len(sampled), vocab_size] on the CPU, the logits of the packed tokens that `sampled` names."""
+    def _forward(self, step: StepInput, sampled: Int64Array) -> tuple[torch.Tensor, tuple[PromptLogprobs, ...]]:
+        """Return the logits of the packed tokens that `sampled` names, and what is wanted of prompts.
+
+        Returns:
+            f32[len(sampled), vocab_size] on the CPU, and one for each of the step's scored spans.
+        """
         adapters = self._model.adapters.of_step(step.adapters) if step.adapters else None
         encoder = self._model.images
         images = encoder.of_step(step.images) if encoder is not None and step.images else None
-        if self._device is not None:
-            logits = self._device.logits(step, sampled, adapters, images)
+        scored: tuple[PromptLogprobs, ...] = ()
+        if self._device is None:
+            logits, scored = self._compute(step, sampled, adapters, images)
+        elif step.scored:
+            logits, scored = self._device.logits_and_scores(step, sampled, self._scorer, adapters, images)
         else:
-            logits = self._logits(step, sampled, adapters, images)
+            logits = self._device.logits(step, sampled, adapters, images)
         if encoder is not None:
-            logits[:, encoder.input.placeholder_id] = _NEVER  # no image would stand behind it
-        return logits
+            logits[:, encoder.input.placeholder_id] = NEVER  # no image would stand behind it
+        return logits, scored
 
-    def _logits(
+    def _compute(
         self, step: StepInput, sampled: Int64Array, adapters: StepAdapters | None, images: StepImages | None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, tuple[PromptLogprobs, ...]]:
         decoder = self._model.decoder
         # torch.tensor copies: it may then not mind that the step's arrays are read-only.
         attention = StepAttention.of_step(self._kv_cache, step, self._places)
@@ -206,4 +214,5 @@ class ModelRunner:
             hidden = self._whole.hidden_states(token_ids, positions, attention, images)
         else:
             hidden = decoder.hidden_states(token_ids, positions, attention, adapters, images)
-        return decoder.logits(hidden[torch.tensor(sampled)])
+        scored = self._scorer.score(hidden, step.scored) if step.scored else ()
+        return decoder.logits(hidden[torch.tensor(sampled)]), scored

@@ -196,10 +196,14 @@ class Admission:
         return True
 
     def _prefix_hashes(self, leader: Sequence) -> list[BlockHash]:
-        """Return the hashes of the blocks that may be found; the last token's is not, since its logits are needed."""
+        """Return the hashes of the blocks that may be found: none of a token whose logits are needed.
+
+        That is the last one, and each of the prompt whose logits tell log-probabilities that are still wanted.
+        """
         if not self._manager.enable_prefix_cache:
             return []
-        num_blocks = (leader.num_tokens - 1) // self._manager.block_size
+        num_tokens = leader.num_tokens if leader.request.is_scored else leader.request.num_scored
+        num_blocks = (num_tokens - 1) // self._manager.block_size
         return list(leader.chain.upto(num_blocks, leader.tokens)[:num_blocks])
 
     def _equal_part(self, leader: Sequence, hashes: list[BlockHash], found: Prefix) -> Prefix:
@@ -247,7 +251,7 @@ class Admission:
 
     def _num_regretted_tokens(self, request: Request, num_hits: int) -> int:
         """Return how many more tokens of the prompt than `num_hits` blocks would have hit, had none been evicted."""
-        if not self._manager.enable_prefix_cache:
+        if not self._manager.enable_prefix_cache or not request.is_scored:
             return 0
         size = self._manager.block_size
         leader = request.live_sequences()[0]

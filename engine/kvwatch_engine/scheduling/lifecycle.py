@@ -313,7 +313,8 @@ class Lifecycle:
         request.admitted_ns = self._log.now_ns
         request.num_cached_tokens = request.hits.total
         if self._log.active:
-            block_size = self._manager.block_size if self._manager.enable_prefix_cache else None
+            is_looked_up = self._manager.enable_prefix_cache and request.is_scored
+            block_size = self._manager.block_size if is_looked_up else None
             self._log.append(admitted_event(request, block_size))
 
     def _note_resumed(self, request: Request, mode: PreemptionMode) -> None:

@@ -147,6 +147,7 @@ class Request:
         "num_failed_allocations",
         "num_preemptions",
         "num_recomputed_tokens",
+        "num_scored",
         "origin",
         "own_root",
         "peak_blocks",
@@ -238,9 +239,10 @@ class Request:
         self.num_failed_allocations = 0
         """Times in a row that the pool gave it no blocks though enough were free."""
         self.num_cached_tokens = 0
-        self.num_preemptions = 0
-        self.num_recomputed_tokens = 0
+        self.num_preemptions, self.num_recomputed_tokens = 0, 0
         self.peak_blocks = 0
+        self.num_scored = self.num_prompt_tokens if source.sampling.prompt_logprobs is None else 1
+        """Tokens of the prompt whose log-probabilities are known, or not wanted: the first one follows nothing."""
         self.has_forked = source.sampling.num_sequences == 1
         """Whether each live sequence has a block table of its own; False while the leader computes what they share."""
         self.sequences = [
@@ -252,6 +254,11 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.prompt_token_ids)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether no log-probabilities of its prompt are wanted any more."""
+        return self.num_scored >= self.num_prompt_tokens
 
     def isolate(self) -> None:
         """Share with nobody from now on: what it holds is of a time that the prefix cache was told to forget."""

@@ -38,7 +38,7 @@ def queued_event(request: Request, *, tells_content: bool) -> RequestQueued:
 
 
 def admitted_event(request: Request, block_size: int | None) -> RequestAdmitted:
-    """Return the event of a request that has just started; without a prefix cache `block_size` is None."""
+    """Return the event of a request that has just started; `block_size` is None if its prompt was not looked up."""
     assert request.admitted_ns is not None, "it has started"
     hits, num_tokens = request.hits, request.num_prompt_tokens
     can_hit = 0 if block_size is None else (num_tokens - 1) // block_size * block_size

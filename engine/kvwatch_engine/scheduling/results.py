@@ -1,7 +1,7 @@
 """What the results of a step change: computed tokens, full blocks, forks, sampled tokens, ends. Engine thread only."""
 
 from kvwatch.telemetry.events import StepCompleted
-from kvwatch_engine.contracts.request import FinishReason, SequenceOutput
+from kvwatch_engine.contracts.request import FinishReason, PromptLogprobs, SequenceOutput
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepResult
 from kvwatch_engine.memory.block_manager import BlockManager
@@ -72,10 +72,18 @@ class Results:
             if request.resumed_ns is not None:
                 lifecycle.note_recovered(request)
         applied = AppliedStep()
+        for sequence, scored in zip(scheduled.scored, result.scored, strict=True):
+            if sequence.finish_reason is None:
+                applied.outputs.append(self._apply_scored(sequence, scored))
         for row, sequence in enumerate(scheduled.sampled):
             if sequence.finish_reason is None:
                 applied.outputs += self._apply_row(sequence, row, result, applied)
         return applied
+
+    def _apply_scored(self, sequence: Sequence, scored: PromptLogprobs) -> SequenceOutput:
+        request = sequence.request
+        request.num_scored += len(scored.token_ids)
+        return SequenceOutput(request_id=request.request_id, sequence=sequence.index, prompt_logprobs=scored)
 
     def _apply_row(
         self, sequence: Sequence, row: int, result: StepResult, applied: AppliedStep

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvwatch_engine.contracts.adapter import AdapterSpan
 from kvwatch_engine.contracts.image import ImageSpan
-from kvwatch_engine.contracts.step import GroupBlocks, SampleRow, StepInput
+from kvwatch_engine.contracts.step import GroupBlocks, SampleRow, ScoredSpan, StepInput
 from kvwatch_engine.memory.block_manager import BlockManager
 from kvwatch_engine.memory.group_tables import GroupTables
 from kvwatch_engine.memory.table_write import BlockCopy
@@ -34,6 +34,8 @@ class ScheduledStep:
     """Sequence of each row of `input.sample_rows`."""
     written_block_ids: list[int]
     num_recomputed: int
+    scored: tuple[Sequence, ...] = ()
+    """Sequence of each of `input.scored`."""
 
 
 def build_step(
@@ -48,10 +50,13 @@ def build_step(
     sample_indices: list[int] = []
     positions: list[int] = []
     images: list[ImageSpan] = []
+    scored: list[tuple[Sequence, ScoredSpan]] = []
     for chunk in chunks:
         sequence, start, end = chunk.sequence, chunk.start, chunk.end
         if sequence.request.images:
             images += _image_spans(chunk, len(token_ids))
+        if not sequence.request.is_scored:
+            scored += _scored_spans(chunk, len(token_ids))
         token_ids += sequence.tokens(start, end)
         positions += range(start, end)
         query_starts.append(len(token_ids))
@@ -77,9 +82,11 @@ def build_step(
         adapters=_adapter_spans(chunks, query_starts),
         further_groups=tuple(further),
         images=tuple(images),
+        scored=tuple(span for _, span in scored),
     )
     num_recomputed = sum(max(0, min(chunk.end, chunk.sequence.num_lost) - chunk.start) for chunk in chunks)
-    return ScheduledStep(step_input, tuple(chunks), tuple(sampled), written, num_recomputed)
+    owners = tuple(sequence for sequence, _ in scored)
+    return ScheduledStep(step_input, tuple(chunks), tuple(sampled), written, num_recomputed, owners)
 
 
 def _grouped_by_adapter(chunks: ReadOnlySequence[Chunk]) -> ReadOnlySequence[Chunk]:
@@ -125,6 +132,20 @@ def _image_spans(chunk: Chunk, first: int) -> list[ImageSpan]:
             begin = first + start - chunk.start
             spans.append(ImageSpan(begin, begin + end - start, start - image.position, image.image))
     return spans
+
+
+def _scored_spans(chunk: Chunk, first: int) -> list[tuple[Sequence, ScoredSpan]]:
+    """Return the tokens of the prompt whose log-probabilities a chunk tells, whose first token is number `first`.
+
+    The logits of a token are for the one that follows. What was told before a preemption is not told again.
+    """
+    request = chunk.sequence.request
+    num_top = request.sampling.prompt_logprobs
+    start, end = max(chunk.start + 1, request.num_scored), min(chunk.end + 1, request.num_prompt_tokens)
+    if num_top is None or start >= end:
+        return []
+    span = ScoredSpan(first + start - 1 - chunk.start, request.prompt_token_ids[start:end], num_top)
+    return [(chunk.sequence, span)]
 
 
 def _sequences_to_sample(sequence: Sequence) -> list[Sequence]:

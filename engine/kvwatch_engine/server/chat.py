@@ -9,6 +9,7 @@ from kvwatch_engine.server.generation import Job
 from kvwatch_engine.server.guided import refuse_beside, requested_grammar
 from kvwatch_engine.server.logprobs import BytesOf
 from kvwatch_engine.server.planning import Planner
+from kvwatch_engine.server.prompt_logprobs import PromptForm
 from kvwatch_engine.server.protocol.chat import ChatRequest
 from kvwatch_engine.server.refusals import refuse_unsupported, template_variables
 from kvwatch_engine.server.sampling import check_prompt_length, sampling_params, stop_strings
@@ -55,7 +56,9 @@ class ChatPlanner(Planner):
             shown_tokens=self._shown_tokens() if offer is not None else {},
         )
         bytes_of = self.tokenizer.token_bytes if sampling.logprobs is not None else None
-        shape = ChatShape(head, bytes_of) if offer is None else self._tool_shape(head, bytes_of, offer)
+        num_top = request.prompt_logprobs
+        form = None if num_top is None else PromptForm(num_top, self.tokenizer.token_bytes)
+        shape = ChatShape(head, bytes_of, form) if offer is None else self._tool_shape(head, bytes_of, offer, form)
         return Plan(job=job, shape=shape, is_stream=bool(request.stream))
 
     def _grammar(self, request: ChatRequest, offer: Offer | None) -> Grammar | None:
@@ -85,6 +88,8 @@ class ChatPlanner(Planner):
         ids = {self.tokenizer.special_id(marker): marker for marker in self.prompts.tools.family.markers}
         return {token_id: marker for token_id, marker in ids.items() if token_id is not None}
 
-    def _tool_shape(self, head: Head, bytes_of: BytesOf | None, offer: Offer) -> ToolShape:
+    def _tool_shape(
+        self, head: Head, bytes_of: BytesOf | None, offer: Offer, prompt_form: PromptForm | None
+    ) -> ToolShape:
         family, max_calls = self.prompts.tools.family, None if offer.is_parallel else 1
-        return ToolShape(head, bytes_of, lambda: ToolReader(family, offer.names, max_calls))
+        return ToolShape(head, bytes_of, lambda: ToolReader(family, offer.names, max_calls), prompt_form)

@@ -6,6 +6,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kvwatch_engine.server.choice import ChoiceDelta, TokenRecord
 from kvwatch_engine.server.logprobs import BytesOf, chat_logprobs
+from kvwatch_engine.server.prompt_logprobs import PromptForm
 from kvwatch_engine.server.protocol.chat import (
     AnswerMessage,
     ChatChoice,
@@ -22,15 +23,17 @@ from kvwatch_engine.server.shapes import Head
 class ChatShape:
     """Chat completions and their chunks."""
 
-    def __init__(self, head: Head, bytes_of: BytesOf | None) -> None:
+    def __init__(self, head: Head, bytes_of: BytesOf | None, prompt_form: PromptForm | None = None) -> None:
         """Create the shape of one answer.
 
         Args:
             head: what every chunk repeats.
             bytes_of: gives the bytes of a token; none when no log-probabilities were asked for.
+            prompt_form: how those of the prompt are told; none when they were not asked for.
         """
         self.head = head
         self._bytes_of = bytes_of
+        self._prompt_form = prompt_form
 
     def chunks(self, delta: ChoiceDelta) -> list[Struct]:
         """Return the role before the first text, the text, and the reason after the last."""
@@ -80,6 +83,7 @@ class ChatShape:
                 for choice in choices
             ],
             usage=usage,
+            prompt_logprobs=UNSET if self._prompt_form is None else self._prompt_form.of(choices[0].prompt),
         )
 
     def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:

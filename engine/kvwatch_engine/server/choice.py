@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvwatch_engine.contracts.request import FinishReason, PositionLogprobs, SequenceOutput
+from kvwatch_engine.contracts.request import FinishReason, PositionLogprobs, PromptLogprobs, SequenceOutput
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.server.detokenizer import Detokenizer
 from kvwatch_engine.server.stop_strings import StopMatcher
@@ -28,6 +28,8 @@ class ChoiceDelta:
     is_first: bool
     score: float | None = None
     """Of a whole sequence that a beam search found."""
+    prompt: tuple[PromptLogprobs, ...] = ()
+    """Log-probabilities of its prompt, if they were asked for and it is the choice's first."""
 
 
 class Choice:
@@ -109,3 +111,14 @@ class Choice:
             return rest
         self.finish_reason = reason.value
         return rest + self._matcher.flush()
+
+
+class PromptOnlyChoice(Choice):
+    """A choice that is nothing but its echoed prompt: what is generated does not count."""
+
+    def add(self, output: SequenceOutput) -> ChoiceDelta | None:
+        """See `Choice.add`."""
+        if self.finish_reason is not None or output.finish_reason is None:
+            return None
+        self.finish_reason = FinishReason.LENGTH.value
+        return ChoiceDelta(self.index, "", (), self.finish_reason, is_first=True)

@@ -11,8 +11,9 @@ from kvwatch_engine.server.bodies import decode_body
 from kvwatch_engine.server.choice import ChoiceDelta
 from kvwatch_engine.server.generation import Job
 from kvwatch_engine.server.guided import requested_grammar
-from kvwatch_engine.server.logprobs import BytesOf, completion_logprobs
+from kvwatch_engine.server.logprobs import completion_logprobs, joined
 from kvwatch_engine.server.planning import Planner
+from kvwatch_engine.server.prompt_logprobs import Echo, PromptForm
 from kvwatch_engine.server.protocol.completions import (
     Completion,
     CompletionChoice,
@@ -28,8 +29,10 @@ from kvwatch_engine.server.sampling import (
     sampling_params,
     stop_strings,
     too_long,
+    wants_prompt_only,
 )
 from kvwatch_engine.server.shapes import Head, Plan
+from kvwatch_engine.server.tokenizer import Tokenizer
 
 Prompt = str | list[int]
 
@@ -66,9 +69,11 @@ class CompletionPlanner(Planner):
             urgency=urgency,
             adapter=adapter,
             guide=await self.guide(grammar),
+            is_prompt_only=wants_prompt_only(request),
         )
-        echoes = [await self._text(prompt) for prompt in prompts] if request.echo else []
-        shape = CompletionShape(head, sampling, self.tokenizer.token_bytes, echoes)
+        pairs = zip(prompts, tokens, strict=True) if request.echo else ()
+        echoes = [Echo(await self._text(prompt), token_ids) for prompt, token_ids in pairs]
+        shape = CompletionShape(head, sampling, self.tokenizer, echoes, request.prompt_logprobs)
         return Plan(job=job, shape=shape, is_stream=bool(request.stream))
 
     def _prompts(self, request: CompletionRequest) -> list[Prompt]:
@@ -127,30 +132,35 @@ def _refuse_combinations(request: CompletionRequest, n: int) -> None:
         raise RequestInvalid(
             "best_of other than n is not supported by this server; remove it", param="best_of", code="unsupported"
         )
-    if request.echo and request.logprobs is not None:
-        raise RequestInvalid(
-            "logprobs together with echo is not supported by this server; send one of them",
-            param="logprobs",
-            code="unsupported",
-        )
 
 
 class CompletionShape:
     """Completions and their chunks."""
 
-    def __init__(self, head: Head, sampling: SamplingParams, bytes_of: BytesOf, echoes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        head: Head,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        echoes: Sequence[Echo] = (),
+        num_prompt_logprobs: int | None = None,
+    ) -> None:
         """Create the shape of one answer.
 
         Args:
             head: what every chunk repeats.
             sampling: the request's parameters.
-            bytes_of: gives the bytes of a token.
-            echoes: text of each prompt, if it shall stand before the generated text.
+            tokenizer: names tokens.
+            echoes: the prompts, if they shall stand before the generated texts.
+            num_prompt_logprobs: `prompt_logprobs` of the request.
         """
         self.head = head
         self._sampling = sampling
-        self._bytes_of = bytes_of
+        self._tokenizer = tokenizer
         self._echoes = echoes
+        self._prompt_form = (
+            None if num_prompt_logprobs is None else PromptForm(num_prompt_logprobs, tokenizer.token_bytes)
+        )
 
     def chunks(self, delta: ChoiceDelta) -> list[Struct]:
         """Return one chunk."""
@@ -179,11 +189,23 @@ class CompletionShape:
         )
 
     def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
-        echo = self._echoes[delta.index // self._sampling.n] if self._echoes and delta.is_first else ""
-        score = UNSET if delta.score is None else delta.score
-        return CompletionChoice(delta.index, echo + delta.text, self._logprobs(delta), delta.finish_reason, score)
+        echo = self._echoes[delta.index // self._sampling.n] if self._echoes else None
+        text = echo.text + delta.text if echo is not None and delta.is_first else delta.text
+        return CompletionChoice(
+            delta.index,
+            text,
+            self._logprobs(delta, echo),
+            delta.finish_reason,
+            UNSET if delta.score is None else delta.score,
+            UNSET if self._prompt_form is None else self._prompt_form.of(delta.prompt),
+        )
 
-    def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs | None:
-        if self._sampling.logprobs is None:
+    def _logprobs(self, delta: ChoiceDelta, echo: Echo | None) -> CompletionLogprobs | None:
+        num_top, bytes_of = self._sampling.logprobs, self._tokenizer.token_bytes
+        if num_top is None:
             return None
-        return completion_logprobs(delta.records, self._bytes_of, has_top=self._sampling.logprobs > 0)
+        num_echoed = 0 if echo is None else len(echo.text)
+        generated = completion_logprobs(delta.records, bytes_of, has_top=num_top > 0, first_offset=num_echoed)
+        if echo is None or not delta.is_first:
+            return generated
+        return joined(echo.logprobs(delta.prompt, num_top, bytes_of, self._tokenizer.detokenizer()), generated)

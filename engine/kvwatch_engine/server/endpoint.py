@@ -1,5 +1,6 @@
 """The way of a generation request: body, plan, engine, answer."""
 
+import asyncio
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -19,8 +20,10 @@ from kvwatch_engine.server.drain import Drain
 from kvwatch_engine.server.errors import ApiError
 from kvwatch_engine.server.generation import Generations, Run
 from kvwatch_engine.server.planning import Planner
+from kvwatch_engine.server.protocol.reply import Usage
 from kvwatch_engine.server.request_log import RequestRecord, record_of
 from kvwatch_engine.server.settings import ServerSettings
+from kvwatch_engine.server.shapes import Plan
 from kvwatch_engine.server.streaming import stream_answer
 
 TENANT_HEADER = "x-kvwatch-tenant"
@@ -72,7 +75,10 @@ class GenerationEndpoint:
                     choices = await _collect(run, record)
                 finally:
                     record.usage = run.usage()
-            answer = msgspec.json.encode(plan.shape.answer(choices, run.usage()))
+            if any(choice.prompt for choice in choices):  # a long prompt's take a while to write
+                answer = await asyncio.to_thread(_written, plan, choices, run.usage())
+            else:
+                answer = _written(plan, choices, run.usage())
             await Response(answer, media_type="application/json")(scope, receive, send)
 
     def _origin(self, record: RequestRecord, headers: Headers, caller: Caller | None) -> RequestOrigin:
@@ -83,6 +89,10 @@ class GenerationEndpoint:
             trace_state=record.trace_state,
             tenant=tenant,
         )
+
+
+def _written(plan: Plan, choices: list[ChoiceDelta], usage: Usage) -> bytes:
+    return msgspec.json.encode(plan.shape.answer(choices, usage))
 
 
 def _utf8(value: str) -> str:
@@ -106,4 +116,7 @@ async def _collect(run: Run, record: RequestRecord) -> list[ChoiceDelta]:
 def _join(index: int, pieces: list[ChoiceDelta]) -> ChoiceDelta:
     text = "".join(piece.text for piece in pieces)
     records = tuple(record for piece in pieces for record in piece.records)
-    return ChoiceDelta(index, text, records, pieces[-1].finish_reason, is_first=True, score=pieces[-1].score)
+    last = pieces[-1]
+    return ChoiceDelta(
+        index, text, records, last.finish_reason, is_first=True, score=last.score, prompt=pieces[0].prompt
+    )

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starlette.types import Receive
 
@@ -16,11 +16,12 @@ from kvwatch_engine.contracts.request import (
     EngineClient,
     FinishReason,
     GenerationRequest,
+    PromptLogprobs,
     RequestOrigin,
     SequenceOutput,
 )
 from kvwatch_engine.contracts.sampling import SamplingParams
-from kvwatch_engine.server.choice import Choice, ChoiceDelta
+from kvwatch_engine.server.choice import Choice, ChoiceDelta, PromptOnlyChoice
 from kvwatch_engine.server.dispatcher import Mailbox, OutputDispatcher
 from kvwatch_engine.server.errors import GenerationFailed, GuideGaveUp
 from kvwatch_engine.server.protocol.reply import PromptTokensDetails, Usage
@@ -59,6 +60,8 @@ class Job:
     """Grammar that each text keeps to; none if they are free."""
     shown_tokens: Mapping[int, str] = field(default_factory=dict)
     """Special tokens that have a text all the same."""
+    is_prompt_only: bool = False
+    """Whether nothing is shown of what is generated."""
     origin: RequestOrigin = field(default_factory=RequestOrigin)
 
     def requests(self) -> list[GenerationRequest]:
@@ -91,6 +94,7 @@ class Run:
         self._keepalive_seconds = keepalive_seconds
         self._num_prompt_tokens = sum(map(len, job.prompts))
         self._cached: dict[str, int] = {}
+        self._scored: dict[str, list[PromptLogprobs]] = {}
         self.choices: dict[tuple[str, int], Choice] = {}
         """Request id and sequence -> choice."""
 
@@ -120,10 +124,15 @@ class Run:
 
     def _add(self, output: SequenceOutput) -> ChoiceDelta | None:
         _raise_if_failed(output)
+        if output.prompt_logprobs is not None:
+            self._scored.setdefault(output.request_id, []).append(output.prompt_logprobs)
+            return None
         self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.num_cached_tokens)
         choice = self.choices[output.request_id, output.sequence]
         was_open = choice.finish_reason is None
         delta = choice.add(output)
+        if delta is not None and delta.is_first and self._scored:
+            delta = replace(delta, prompt=tuple(self._scored.get(output.request_id, ())))
         if was_open and choice.is_stopped_by_string and output.finish_reason is None:
             self._engine.stop_sequence(output.request_id, output.sequence)
         return delta
@@ -187,8 +196,9 @@ class Generations:
     def _add_choices(self, run: Run, job: Job, name: str, place: int) -> None:
         stops = StopStrings(job.stops)
         ends = frozenset(self._model.eos_token_ids) | frozenset(job.sampling.stop_token_ids)
+        make = PromptOnlyChoice if job.is_prompt_only else Choice
         for sequence in range(job.sampling.n):
-            run.choices[name, sequence] = Choice(
+            run.choices[name, sequence] = make(
                 place * job.sampling.n + sequence,
                 self._tokenizer.detokenizer(job.shown_tokens),
                 StopMatcher(stops),

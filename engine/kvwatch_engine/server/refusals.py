@@ -29,7 +29,6 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "regex": (),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),

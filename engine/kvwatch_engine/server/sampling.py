@@ -69,6 +69,7 @@ def sampling_params(request: ChatRequest | CompletionRequest, num_prompt_tokens:
         seed=_seed(request.seed),
         logit_bias=_logit_bias(request.logit_bias or {}, bounds),
         logprobs=_num_logprobs(request, bounds.settings.max_logprobs),
+        prompt_logprobs=_num_prompt_logprobs(request, bounds.settings.max_logprobs),
         stop_token_ids=_stop_token_ids(request.stop_token_ids or [], bounds),
         min_tokens=_within("min_tokens", request.min_tokens or 0, 0, max_tokens),
         max_tokens=max_tokens,
@@ -87,6 +88,11 @@ def num_choices(request: GenerationFields, settings: ServerSettings) -> int:
         RequestInvalid: it is out of range.
     """
     return _within("n", 1 if request.n is None else request.n, 1, settings.max_n)
+
+
+def wants_prompt_only(request: ChatRequest | CompletionRequest) -> bool:
+    """Return whether a completion is to be its echoed prompt and nothing else, as who rates texts asks for it."""
+    return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
 
 
 def stop_strings(request: GenerationFields, settings: ServerSettings) -> tuple[str, ...]:
@@ -133,6 +139,8 @@ def _max_tokens(
     request: ChatRequest | CompletionRequest, num_prompt_tokens: int, num_sequences: int, bounds: Bounds
 ) -> int:
     name, asked = _asked_tokens(request)
+    if wants_prompt_only(request):
+        asked = 1  # the least that an engine does; nobody is shown it
     if asked is not None and asked < 1:
         raise RequestInvalid(f"{name} is {_show(asked)}, it must be at least 1", param=name)
     room = bounds.max_new_tokens(num_prompt_tokens, num_sequences)
@@ -169,6 +177,22 @@ def _num_logprobs(request: ChatRequest | CompletionRequest, limit: int) -> int |
         if not request.logprobs and request.top_logprobs:
             raise RequestInvalid("top_logprobs needs logprobs to be true", param="top_logprobs")
     return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _num_prompt_logprobs(request: ChatRequest | CompletionRequest, limit: int) -> int | None:
+    """Return how many likely tokens are wanted in each place of the prompt, whichever field asks for more of them."""
+    asked = request.prompt_logprobs
+    if asked is not None:
+        _within("prompt_logprobs", asked, 0, limit)
+        if request.stream:
+            raise RequestInvalid(
+                "prompt_logprobs is not part of a stream; remove it or stream (a completion streams those of a prompt "
+                "with echo and logprobs)",
+                param="prompt_logprobs",
+            )
+    if not isinstance(request, CompletionRequest) or not request.echo or request.logprobs is None:
+        return asked
+    return max(request.logprobs, asked or 0)
 
 
 def _top_k(value: int, vocab_size: int) -> int:

@@ -42,7 +42,11 @@ async def stream_answer(plan: Plan, run: Run, record: RequestRecord, settings: S
     try:
         async for deltas in run.deltas():
             record.saw(deltas)
-            await writer.write(_events(plan, deltas) or _KEEPALIVE)
+            if any(delta.prompt for delta in deltas):  # a long prompt's take a while to write
+                events = await asyncio.to_thread(_events, plan, deltas)
+            else:
+                events = _events(plan, deltas)
+            await writer.write(events or _KEEPALIVE)
         last = [plan.shape.usage_chunk(run.usage())] if plan.shape.head.include_usage else []
     except GenerationFailed as error:
         record.finish_reasons.append("error")

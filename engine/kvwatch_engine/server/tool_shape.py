@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from kvwatch_engine.server.chat_shape import ChatShape
 from kvwatch_engine.server.choice import ChoiceDelta, TokenRecord
 from kvwatch_engine.server.logprobs import BytesOf
+from kvwatch_engine.server.prompt_logprobs import PromptForm
 from kvwatch_engine.server.protocol.chat import AnswerMessage, ChunkChoice, Delta
 from kvwatch_engine.server.protocol.tools import CalledFunction, FunctionDelta, ToolCall, ToolCallDelta
 from kvwatch_engine.server.shapes import Head
@@ -16,9 +17,15 @@ TOOL_CALLS = "tool_calls"
 class ToolShape(ChatShape):
     """Chat completions with calls in them."""
 
-    def __init__(self, head: Head, bytes_of: BytesOf | None, make_reader: Callable[[], ToolReader]) -> None:
+    def __init__(
+        self,
+        head: Head,
+        bytes_of: BytesOf | None,
+        make_reader: Callable[[], ToolReader],
+        prompt_form: PromptForm | None = None,
+    ) -> None:
         """Create the shape of one answer; `make_reader` begins with a text, the other arguments are `ChatShape`'s."""
-        super().__init__(head, bytes_of)
+        super().__init__(head, bytes_of, prompt_form)
         self._make_reader = make_reader
         self._readers: dict[int, ToolReader] = {}
         self._records: dict[int, tuple[TokenRecord, ...]] = {}

@@ -173,6 +173,7 @@ def test_what_is_not_a_request_is_refused_with_a_reason(body: bytes) -> None:
         ("logit_bias", {"400": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"x": 1}), ("logit_bias", {"1_0": 1}),
         ("logit_bias", {"٣": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"9" * 5000: 1}),
         ("logit_bias", {str(token): 1 for token in range(1025)}), ("logit_bias", [1]),
+        ("prompt_logprobs", -1), ("prompt_logprobs", 21), ("prompt_logprobs", True), ("prompt_logprobs", "1"),
         ("top_logprobs", 5), ("stream", "yes"), ("ignore_eos", 1), ("stream_options", {"include_usage": True}),
     ],
     ids=lambda value: repr(value)[:24],
@@ -194,6 +195,29 @@ def test_the_number_of_log_probabilities_is_bounded_and_minus_one_is_no_way_arou
         parse_chat(chat_body(logprobs=logprobs, top_logprobs=top))
     with pytest.raises(RequestInvalid, match="logprobs"):
         parse_completion(completion_body(logprobs=top))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None), ({"echo": True}, None), ({"logprobs": 3}, None), ({"echo": True, "logprobs": 3}, 3),
+        ({"echo": True, "logprobs": 0}, 0), ({"prompt_logprobs": 2}, 2), ({"prompt_logprobs": 0}, 0),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": 4}, 4), ({"logprobs": 9, "prompt_logprobs": 4}, 4),
+        ({"echo": True, "logprobs": 5, "prompt_logprobs": 4, "stream": False}, 5),
+        ({"echo": True, "logprobs": 5, "stream": True}, 5),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_log_probabilities_of_the_prompt_are_those_of_the_field_that_asks_for_more(
+    fields: dict[str, object], expected: int | None
+) -> None:
+    assert parse_completion(completion_body(**fields)).prompt_logprobs == expected
+
+
+def test_no_answer_but_the_echoed_prompt_is_one_token_for_the_engine() -> None:
+    assert parse_completion(completion_body(echo=True, max_tokens=0)).max_tokens == 1
+    with pytest.raises(RequestInvalid, match="max_tokens is 0"):
+        parse_completion(completion_body(max_tokens=0))
 
 
 def test_a_beam_search_takes_its_own_parameters_and_none_of_the_models_recommendations_for_draws() -> None:
@@ -240,7 +264,6 @@ def test_what_does_not_go_together_with_a_beam_search_is_refused_by_name(fields:
     [
         ("functions", [{}]), ("function_call", {"name": "f"}), ("audio", {"voice": "alloy"}),
         ("modalities", ["text", "audio"]), ("prediction", {"type": "content"}), ("web_search_options", {}),
-        ("prompt_logprobs", 1), ("prompt_logprobs", 0), ("prompt_logprobs", -1),
         ("guided_decoding_backend", "outlines"), ("guided_whitespace_pattern", " "),
         ("bad_words", ["a"]), ("allowed_token_ids", [1]),
         ("logits_processors", ["a"]), ("truncate_prompt_tokens", 5), ("prompt_embeds", "a"),

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from kvwatch_engine.server.protocol.reply import Usage
+from kvwatch_engine.server.protocol.reply import PromptTokenLogprob, Usage
 from kvwatch_engine.server.protocol.request import GenerationFields
 from kvwatch_engine.server.protocol.tools import MessageToolCall, NamedTool, Tool, ToolCall, ToolCallDelta
 
@@ -112,6 +112,8 @@ class ChatCompletion(Struct, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[dict[int, PromptTokenLogprob] | None] | UnsetType = UNSET
+    """Of each token of the prompt by token ids, if asked for."""
 
 
 class Delta(Struct, omit_defaults=True):

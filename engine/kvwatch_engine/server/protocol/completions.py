@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from kvwatch_engine.server.protocol.reply import Usage
+from kvwatch_engine.server.protocol.reply import PromptTokenLogprob, Usage
 from kvwatch_engine.server.protocol.request import GenerationFields
 
 
@@ -25,8 +25,9 @@ class CompletionLogprobs(Struct):
     """Log-probabilities in the four parallel lists of the completions API."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    """Null for the first token of an echoed prompt, which follows nothing."""
+    top_logprobs: list[dict[str, float] | None] | None
     """Null when no alternatives were asked for."""
     text_offset: list[int]
     """Characters of the choice's text that were complete before each token."""
@@ -41,6 +42,8 @@ class CompletionChoice(Struct):
     finish_reason: str | None
     score: float | UnsetType = UNSET
     """Of a beam search; see `length_penalty`."""
+    prompt_logprobs: list[dict[int, PromptTokenLogprob] | None] | UnsetType = UNSET
+    """Of each token of its prompt by token ids, if asked for."""
 
 
 class Completion(Struct, kw_only=True):

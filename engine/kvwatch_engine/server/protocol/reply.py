@@ -12,6 +12,15 @@ class PromptTokensDetails(Struct):
     """Prompt tokens whose keys and values were found in the prefix cache."""
 
 
+class PromptTokenLogprob(Struct):
+    """One token in one place of a prompt."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely token of all."""
+    decoded_token: str
+
+
 class Usage(Struct):
     """Token counts of a request. A prompt counts once, whatever `n` is."""
 

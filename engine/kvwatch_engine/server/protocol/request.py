@@ -60,6 +60,9 @@ class GenerationFields(Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     """The newer form of the four before."""
 
+    prompt_logprobs: int | None = None
+    """Log-probabilities of the prompt's tokens, and of so many of the most likely ones in each place."""
+
     # Not implemented: all of these would change the answer.
     add_special_tokens: object = None
     allowed_token_ids: object = None
@@ -76,7 +79,6 @@ class GenerationFields(Struct, kw_only=True):
     modalities: object = None
     prediction: object = None
     prompt_embeds: object = None
-    prompt_logprobs: object = None
     regex: object = None
     return_tokens_as_token_ids: object = None
     skip_special_tokens: object = None
