@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from kvwatch_engine.threads import bound_spinning
+from kvwatch_engine.threads import bound_spinning, bound_turns
 
 bound_spinning()  # before torch is imported, as `kvwatch serve` does
+bound_turns()
 
 from kvwatch.errors import ControlError
 from kvwatch.telemetry.log import EventLog

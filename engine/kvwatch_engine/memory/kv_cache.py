@@ -10,6 +10,8 @@ from kvwatch_engine.contracts.cache import BLOCK_ALIGNMENT, KVCacheSpec
 from kvwatch_engine.contracts.step import Int64Array
 from kvwatch_kernels.block_copy import block_copy
 
+PAGE_BYTES: Final = 4096
+"""No system has smaller pages."""
 _BATCH_BYTES: Final = 32 * 2**20
 """Bytes that are copied at once when a cache is rebuilt: they take memory a third time."""
 
@@ -72,6 +74,12 @@ class KVCache:
     def num_bytes(self) -> int:
         """Size of the cache in bytes."""
         return self._blocks.nbytes
+
+    def claim(self) -> None:
+        """Take all memory from the operating system now; what is in the cache stays."""
+        if self.device.type == "cpu":
+            flat = self._blocks.view(-1)
+            flat[::PAGE_BYTES] = flat[::PAGE_BYTES].clone()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the key cache and the value cache of one layer.

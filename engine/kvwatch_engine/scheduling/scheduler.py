@@ -26,6 +26,7 @@ from kvwatch_engine.scheduling.deadlines import Deadlines
 from kvwatch_engine.scheduling.lifecycle import Lifecycle
 from kvwatch_engine.scheduling.policy import StepSize, TokenBudget
 from kvwatch_engine.scheduling.preemption import Preemption
+from kvwatch_engine.scheduling.prefill_pace import PrefillPace
 from kvwatch_engine.scheduling.request import Request, RequestState, Sequence
 from kvwatch_engine.scheduling.results import AppliedStep, Results, StepDurations
 from kvwatch_engine.scheduling.step_builder import Chunk, ScheduledStep, build_step
@@ -59,6 +60,7 @@ class Scheduler:
         self._preemption = Preemption(settings, manager, self.lifecycle, self.cost, log, tiers)
         self._results = Results(settings, manager, self.lifecycle)
         self._deadlines = Deadlines()
+        self._pace = PrefillPace()
         self._step_size = StepSize()
         self._ended: list[SequenceOutput] = []
         self.num_transfers = 0
@@ -143,6 +145,8 @@ class Scheduler:
             for sequence in self._active_sequences():
                 if sequence.is_decoding is want_decoding and sequence not in chunks:
                     self._schedule_sequence(sequence, budget, chunks)
+            if want_decoding and chunks:
+                self._leave_time(budget, chunks)
         if not self._preemption.has_shortage:
             # Whoever was preempted just now would be admitted again at once.
             self._admit_waiting(budget, chunks)
@@ -152,6 +156,16 @@ class Scheduler:
         scheduled = build_step(step, list(chunks.values()), self._manager, self._settings.eos_token_ids)
         self._emit_scheduled(scheduled)
         return scheduled
+
+    def _leave_time(self, budget: TokenBudget, chunks: dict[Sequence, Chunk]) -> None:
+        """Keep the step so small that those who decode get their tokens in time."""
+        target = self._settings.target_itl_seconds
+        if not target:
+            return
+        num_decoding = sum(chunk.end - chunk.start for chunk in chunks.values())
+        most = self._pace.most_tokens(num_decoding, target)
+        if most is not None:
+            budget.remaining = min(budget.remaining, most - num_decoding)
 
     def note_transfers(self) -> None:
         """Let those go on whose blocks have arrived, and those compute again whose blocks are lost."""
@@ -270,6 +284,7 @@ class Scheduler:
         lengths = [chunk.end - chunk.start for chunk in scheduled.chunks]
         num_prefill_tokens = sum(length for length in lengths if length > 1)
         self.cost.note_step(scheduled.input.num_tokens, num_prefill_tokens, result.forward_ns)
+        self._pace.note_step(scheduled.input.num_tokens, result.forward_ns * 1e-9)
         self._step_size.succeed(self._settings)
         return self._results.apply(scheduled, result)
 

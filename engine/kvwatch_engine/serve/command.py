@@ -42,7 +42,7 @@ from kvwatch_engine.serve.lora import adapter_options, allowing_series, lora_set
 from kvwatch_engine.serve.settings import ServeSettings
 from kvwatch_engine.serve.signals import DumpSignal, dump_on_signal
 from kvwatch_engine.serve.tiers import tier_settings
-from kvwatch_engine.threads import bound_spinning
+from kvwatch_engine.threads import bound_spinning, bound_turns
 
 if TYPE_CHECKING:
     pass
@@ -112,6 +112,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
     log = EventLog()
     kv_events = make_kv_events(settings, log.clock)
     bound_spinning()  # before torch is imported
+    bound_turns()
     with bind(_join(settings.host, settings.port), "--host and --port") as bound:
         from kvwatch.http_protocol import BoundedRequestProtocol
         from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app

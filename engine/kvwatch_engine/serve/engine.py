@@ -100,7 +100,10 @@ def build_runner(
     spec = model.cache_spec(settings.block_size, settings.kv_dtype)
     groups = served_groups(tiers, model.info)
     engine_settings = make_engine_settings(settings, model.info, spec, groups, free_bytes(model.device))
-    runner = ModelRunner(model, KVCache(spec, engine_settings.num_blocks, model.device))
+    cache = KVCache(spec, engine_settings.num_blocks, model.device)
+    if settings.claim_memory == "at-start":
+        cache.claim()
+    runner = ModelRunner(model, cache)
     runner.warm_up(engine_settings.max_batch_tokens, get_args(KVDtype) if settings.allow_rebuild else ())
     return runner, engine_settings
 
@@ -134,6 +137,7 @@ def make_engine_settings(
         max_num_seqs=settings.max_num_seqs,
         max_batch_tokens=settings.max_batch_tokens,
         max_prefill_chunk=settings.max_prefill_chunk,
+        target_itl_seconds=settings.target_itl_seconds,
         watermark_blocks=parse_watermark(settings.watermark, num_blocks - 1),
         watermark_ratio=watermark_ratio(settings.watermark),
         reserve_prompt=settings.reserve_prompt,

@@ -40,6 +40,10 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
     block_size: Annotated[int, setting("Tokens in one block.", minimum=1, maximum=1024)] = 16
     num_blocks: Annotated[int | None, setting("Blocks of the pool, the null block included.", minimum=2)] = None
     kv_memory: Annotated[str | None, setting("Memory of the pool, such as 4GiB, instead of --num-blocks.")] = None
+    claim_memory: Annotated[
+        Literal["as-used", "at-start"],
+        setting("When the pool's memory on a CPU is claimed: block by block as it is used, or all of it at start."),
+    ] = "as-used"
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], setting("Type that the model computes in.")] = "auto"
     kv_dtype: Annotated[
         KVDtype, setting("Type of the cache: `auto` is the model's; int8 and fp8 hold two to four times the tokens.")
@@ -51,6 +55,9 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int, setting("Most sequences in one step.", minimum=1, maximum=4096)] = 64
     max_batch_tokens: Annotated[int, setting("Most tokens in one step.", minimum=1)] = 256
     max_prefill_chunk: Annotated[int | None, setting("Most tokens of one sequence in one step.", minimum=1)] = None
+    target_itl_seconds: Annotated[
+        float, setting("Prompts come in chunks that let steps with decoding sequences end in time; 0: any.", minimum=0)
+    ] = 0.06
     max_queued_requests: Annotated[int, setting("Waiting requests beyond this get 429.", minimum=1)] = 1024
     max_queued_tokens: Annotated[int, setting("Waiting prompt tokens beyond this get 429.", minimum=1)] = 1_048_576
     watermark: Annotated[str, setting("Blocks kept free at admission: 0.02 is a ratio, 8 are blocks.")] = "0.02"

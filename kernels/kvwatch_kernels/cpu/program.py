@@ -6,6 +6,7 @@ its calls side by side and wait for each other between two of them.
 """
 
 import ctypes
+import time
 from collections.abc import Sequence
 from functools import cache
 
@@ -20,7 +21,7 @@ from numba.core import cgutils
 from kvwatch_kernels.cpu.call import KernelCall
 from kvwatch_kernels.cpu.compiled import entry_point, source_digest, subroutine
 from kvwatch_kernels.cpu.elements import I64_POINTER
-from kvwatch_kernels.cpu.memory import Pointer, fetch_add, i64_at, read
+from kvwatch_kernels.cpu.memory import Pointer, fetch_add, i64_at, read, write
 from kvwatch_kernels.cpu.threads import launcher, team_size_code
 from kvwatch_kernels.cpu.vectors import I32, I64, emitted
 
@@ -39,9 +40,12 @@ _SPINS_BEFORE_YIELD = 2_000
     _NUM_THREADS,
     _YIELD,  # address of `int sched_yield(void)`, 0 for none
     _TEAM_SIZE,  # address of `int f(void)` that says how many threads there really are, 0 where `_NUM_THREADS` does
-) = range(6)
+    _TICKS,  # address of i64[num_calls + 1], the processor's clock before the first call and after each; 0 for none
+) = range(7)
 _ARRIVALS = 8
 """Threads that have ended a call, over all calls so far; on a cache line of its own."""
+_ENTRANTS = 9
+"""Threads that have begun: the first one looks at the clock."""
 _PARAMS_LENGTH = 16
 
 
@@ -57,6 +61,13 @@ def relax(builder: ir.IRBuilder) -> None:
     if binding.get_default_triple().startswith(("x86_64", "i686")):
         function_type = ir.FunctionType(ir.VoidType(), [])
         builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause"), [])
+
+
+@emitted(types.int64)
+def cycles(builder: ir.IRBuilder) -> ir.Value:
+    """The processor's clock, in ticks of its own; 0 where it has none."""
+    function_type = ir.FunctionType(I64, [])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, "llvm.readcyclecounter"), [])
 
 
 @emitted(types.void, types.int64, types.int64)
@@ -94,10 +105,16 @@ def run_calls(params: Pointer) -> None:
     num_threads = read(params, _NUM_THREADS)
     if read(params, _TEAM_SIZE) != 0:
         num_threads = call_plain(read(params, _TEAM_SIZE))
+    ticks = i64_at(read(params, _TICKS))
+    is_timing = read(params, _TICKS) != 0 and fetch_add(params, _ENTRANTS) == 0
+    if is_timing:
+        write(ticks, 0, cycles())
     for index in range(read(params, _NUM_CALLS)):
         call_with(read(functions, index), read(arguments, index))
         if num_threads > 1:
             wait_for_all(params, (index + 1) * num_threads)
+        if is_timing:
+            write(ticks, index + 1, cycles())
 
 
 @cache
@@ -146,6 +163,8 @@ class Program:
         self._head[_FUNCTIONS], self._head[_PARAMS] = self._functions.ctypes.data, self._addresses.ctypes.data
         self._head[_NUM_CALLS] = len(calls)
         self._head[_YIELD], self._head[_TEAM_SIZE] = _yield_address(), team_size_code()
+        self._ticks = _aligned(len(calls) + 1)
+        self._head[_TICKS] = self._ticks.ctypes.data
 
     def rows(self, indices: Sequence[int], width: int) -> Int64Array:
         """Return the places of some calls' arguments in `params`, to write them all at once.
@@ -171,8 +190,20 @@ class Program:
     def run(self) -> None:
         """Run all calls, on as many threads as torch uses at most, without the interpreter's lock."""
         num_threads = max(1, min(self._max_threads, torch.get_num_threads()))
-        self._head[_NUM_THREADS], self._head[_ARRIVALS] = num_threads, 0
+        self._head[_NUM_THREADS], self._head[_ARRIVALS], self._head[_ENTRANTS] = num_threads, 0, 0
+        started = time.perf_counter()
         launcher()(program_code(), self._head.ctypes.data, num_threads)
+        self.seconds = time.perf_counter() - started
+
+    def shares(self) -> npt.NDArray[np.float64]:
+        """Return each call's part of the last run's time, by the processor's clock, as one of its threads saw it.
+
+        Returns:
+            f64[num_calls], which sum up to 1; zeros where the processor has no such clock.
+        """
+        ticks = np.diff(self._ticks).astype(np.float64)
+        total = ticks.sum()
+        return ticks / total if total > 0 else np.zeros_like(ticks)
 
 
 def _aligned(length: int) -> Int64Array:
