@@ -9,6 +9,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, Literal, get_args
 
 import numpy as np
 import torch
@@ -36,6 +37,12 @@ _STEP_FIELDS = np.setdiff1d(np.arange(NUM_ATTENTION_FIELDS), (*LAYER_FIELDS, COU
 """Arguments of an attention call that are those of the step."""
 _MANY = 1 << 20
 """Work items where their number is known when the program runs."""
+
+
+Operation = Literal["linear", "attention", "rotary", "norm", "activation"]
+OPERATIONS: Final[tuple[Operation, ...]] = get_args(Operation)
+"""Kinds of calls: matrix products, attention, rotation with the store of keys and values, norms with the residual sums,
+gated activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,12 +150,14 @@ class ForwardProgram:
         self._scratch = torch.empty((self.num_threads, MAX_ROWS + depth, PANEL), dtype=torch.float32)
         self._no_slots = np.zeros(max_tokens, dtype=np.int64)
         self._calls: list[KernelCall] = []
+        self._operations: list[int] = []
         self._counts: dict[int, list[int]] = defaultdict(list)
         self._slots: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._attention: dict[tuple[int, int | None], list[int]] = defaultdict(list)
         for index, layer in enumerate(layers):
             self._add_layer(layer, is_first=index == 0)
         self._program = Program(self._calls)
+        self._kinds = np.array(self._operations)
         self._count_places = np.concatenate([self._places(calls, field) for field, calls in self._counts.items()])
         self._slot_places: dict[int, list[Int64Array]] = defaultdict(list)
         for (group, field), calls in self._slots.items():
@@ -195,24 +204,30 @@ class ForwardProgram:
                 assert compiled is not None, "as before the run"
                 compiled.check_fault(int(faults[first]), int(params[places[first, FAULT_VALUE]]), num_tokens)
 
+    def durations_ns(self) -> dict[Operation, int]:
+        """Return what each kind of operation took in the last run; all 0 where the processor has no clock to read."""
+        sums = np.bincount(self._kinds, self._program.shares(), minlength=len(OPERATIONS)) * self._program.duration_ns
+        return dict(zip(OPERATIONS, sums.astype(np.int64).tolist(), strict=True))
+
     # ------------------------------------------------------------------ layout
 
     def _places(self, calls: list[int], field: int) -> Int64Array:
         places: Int64Array = self._program.rows(calls, field + 1)[:, field]
         return places
 
-    def _add(self, call: KernelCall, count_field: int) -> int:
+    def _add(self, operation: Operation, call: KernelCall, count_field: int) -> int:
         """Add a call whose argument `count_field` is the number of tokens; return its index."""
         self._calls.append(call)
+        self._operations.append(OPERATIONS.index(operation))
         index = len(self._calls) - 1
         self._counts[count_field].append(index)
         return index
 
     def _add_norm(self, x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor) -> None:
-        self._add(rms_norm_call(x, weight, self.shape.eps, added, out, AWAKE_ELEMENTS_PER_ITEM), NUM_ROWS)
+        self._add("norm", rms_norm_call(x, weight, self.shape.eps, added, out, AWAKE_ELEMENTS_PER_ITEM), NUM_ROWS)
 
     def _add_linear(self, x: Tensor, packed: PackedWeight, out: Tensor) -> None:
-        self._add(linear_call(x, x.stride(0), packed, out, self.max_tokens, self._scratch), LINEAR_NUM_ROWS)
+        self._add("linear", linear_call(x, x.stride(0), packed, out, self.max_tokens, self._scratch), LINEAR_NUM_ROWS)
 
     def _add_layer(self, layer: ForwardLayer, *, is_first: bool) -> None:
         self._add_norm(self.hidden, layer.attention_norm, None if is_first else self.added, self._normed)
@@ -225,7 +240,7 @@ class ForwardProgram:
         self._add_linear(self._normed, layer.gate_up, self._gate_up)
         is_gelu = self.shape.is_gelu
         gated = gated_call(self._gate_up, self._gated, is_gelu=is_gelu, elements_per_item=AWAKE_ELEMENTS_PER_ITEM)
-        self._add(gated, NUM_ROWS)
+        self._add("activation", gated, NUM_ROWS)
         self._add_linear(self._gated, layer.down, self.added)
         if layer.mlp_output_norm is not None:
             self._add_norm(self.added, layer.mlp_output_norm, None, self.added)
@@ -247,9 +262,9 @@ class ForwardProgram:
             value_scales=layer.value_scales,
             elements_per_item=AWAKE_ELEMENTS_PER_ITEM,
         )
-        self._slots[layer.group, SLOTS].append(self._add(rotary.rotate, NUM_ROWS))
+        self._slots[layer.group, SLOTS].append(self._add("rotary", rotary.rotate, NUM_ROWS))
         if rotary.store is not None:
-            self._slots[layer.group, STORE_SLOTS].append(self._add(rotary.store, STORE_NUM_TOKENS))
+            self._slots[layer.group, STORE_SLOTS].append(self._add("rotary", rotary.store, STORE_NUM_TOKENS))
         call = _attention_call(layer)
         set_layer(
             call.params,
@@ -264,4 +279,5 @@ class ForwardProgram:
             out=self._attended.view(self.max_tokens, shape.num_heads, shape.head_dim),
         )
         self._calls.append(call)
+        self._operations.append(OPERATIONS.index("attention"))
         self._attention[layer.group, layer.sliding_window].append(len(self._calls) - 1)

@@ -1,5 +1,7 @@
 """All layers as one call of compiled code give the bits of the same layers called one by one."""
 
+import platform
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +22,7 @@ from kvwatch_engine.model.whole_forward import WholeForward
 from kvwatch_kernels.cpu.program import Program
 from kvwatch_kernels.cpu.rms_norm import rms_norm_call
 from kvwatch_kernels.errors import ShapeError
+from kvwatch_kernels.forward import OPERATIONS
 from kvwatch_kernels.linear import is_fast
 from kvwatch_kernels.rms_norm import rms_norm
 
@@ -153,6 +156,23 @@ def test_a_block_outside_of_the_cache_is_told_and_the_next_step_is_right(tmp_pat
         with pytest.raises(ShapeError, match=f"block_tables names block {NUM_BLOCKS + 5}"):
             whole.hidden_states(torch.tensor(step.token_ids), torch.tensor(step.positions), attention)
         assert torch.equal(at_once(whole, model, other, step), layer_by_layer(model, one, step))
+
+
+def test_the_time_of_a_run_is_that_of_its_operations(tmp_path: Path) -> None:
+    model = loaded("llama", "float32", tmp_path)
+    cache = cache_of(model)
+    whole = whole_of(model, cache)
+
+    with torch.inference_mode():
+        for step in steps_of(model, [300, 200]):
+            started = time.perf_counter_ns()
+            at_once(whole, model, cache, step)
+            passed = time.perf_counter_ns() - started
+            durations = whole.durations_ns()
+            assert set(durations) == set(OPERATIONS)
+            if platform.machine() in ("x86_64", "AMD64"):
+                assert all(duration > 0 for duration in durations.values())
+            assert 0 <= sum(durations.values()) <= passed
 
 
 def test_the_runner_takes_it_where_it_can(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from kvwatch_engine.model.causal_model import CausalModel
 from kvwatch_engine.model.decoder import Decoder, LayerWeights, LinearLayer, StepImages
 from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.linear import Linear
-from kvwatch_kernels.forward import ForwardLayer, ForwardProgram, ForwardShape, can_run_forward
+from kvwatch_kernels.forward import ForwardLayer, ForwardProgram, ForwardShape, Operation, can_run_forward
 from kvwatch_kernels.linear import PackedWeight
 
 _LEAST_TOKENS = 64
@@ -65,6 +65,11 @@ class WholeForward:
             cosine[:num_tokens], sine[:num_tokens] = cosines, sines
         program.run(attention.batches, attention.slots, num_tokens)
         return hidden.add_(program.added[:num_tokens])
+
+    def durations_ns(self) -> dict[Operation, int]:
+        """Return what each kind of operation took in the last call; see `ForwardProgram.durations_ns`."""
+        assert self._program is not None, "something was computed"
+        return self._program.durations_ns()
 
     def _program_for(self, num_tokens: int) -> ForwardProgram:
         program = self._program

@@ -164,6 +164,8 @@ class Program:
         self._head[_NUM_CALLS] = len(calls)
         self._head[_YIELD], self._head[_TEAM_SIZE] = _yield_address(), team_size_code()
         self._ticks = _aligned(len(calls) + 1)
+        self.duration_ns = 0
+        """Time of the last run."""
         self._head[_TICKS] = self._ticks.ctypes.data
 
     def rows(self, indices: Sequence[int], width: int) -> Int64Array:
@@ -191,9 +193,9 @@ class Program:
         """Run all calls, on as many threads as torch uses at most, without the interpreter's lock."""
         num_threads = max(1, min(self._max_threads, torch.get_num_threads()))
         self._head[_NUM_THREADS], self._head[_ARRIVALS], self._head[_ENTRANTS] = num_threads, 0, 0
-        started = time.perf_counter()
+        started = time.perf_counter_ns()
         launcher()(program_code(), self._head.ctypes.data, num_threads)
-        self.seconds = time.perf_counter() - started
+        self.duration_ns = time.perf_counter_ns() - started
 
     def shares(self) -> npt.NDArray[np.float64]:
         """Return each call's part of the last run's time, by the processor's clock, as one of its threads saw it.
