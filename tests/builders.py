@@ -54,6 +54,8 @@ class NullModel:
 
     def __init__(self, vocab_size: int = 50) -> None:
         self.vocab_size = vocab_size
+        self.period = 0
+        """Tokens after which an answer repeats itself, but for a slip now and then: so drafts are found. 0: never."""
         self.slots: dict[int, int] = {}
         self.slot_bytes = 16
         self.spare_bytes = 1 << 40
@@ -62,10 +64,12 @@ class NullModel:
         self.windows: tuple[int | None, ...] = (None,)
         self.on_step: Callable[[StepInput], None] = lambda _step: None
         self.on_context: Callable[[int, list[int]], None] = lambda _row, _tokens: None
-        """Is shown what each sequence's queries look back at."""
+        """Is shown what each sequence's queries look back at, drafts aside."""
 
     def next_token(self, prompt: Sequence[int], seed: int, position: int) -> int:
         """Return the token that a sequence continues with."""
+        if self.period:
+            position = position % self.period + (position % 7 == 6)
         return (sum(prompt) * 31 + seed % 1009 + position * position * 7) % self.vocab_size
 
     def execute(self, step: StepInput) -> StepResult:
@@ -171,7 +175,9 @@ class NullModel:
             seen = [each - (group << _GROUP_BITS) for each in read]
             assert seen[len(seen) - num_queries :] == step.token_ids[starts[row] : starts[row + 1]].tolist()
             if first == 0:
-                self.on_context(row, seen)
+                sampled = [index for index in step.sample_indices.tolist() if starts[row] <= index < starts[row + 1]]
+                num_drafted = starts[row + 1] - 1 - min(sampled) if sampled else 0
+                self.on_context(row, seen[: len(seen) - num_drafted])
 
 
 def make_pool(num_blocks: int = 10, log: EventLog | None = None) -> BlockPool:

@@ -253,8 +253,15 @@ class Oracle(Book):
                 key = tuple(chunk.sequence.owner)
                 self.add(m.RECOMPUTED_TOKENS, max(0, min(chunk.end, self.computed[key]) - chunk.start))
         self.live_in_step = {name: request.live_sequences() for name, request in self.requests.items()}
+        drafted = [(scheduled.sampled[row], len(draft.token_ids)) for row, draft in scheduled.drafts.items()]
+        before = [len(sequence.output_token_ids) for sequence, _ in drafted]
         applied = call(scheduled, result)
         self.live_in_step = {}
+        for (sequence, num_proposed), num_tokens in zip(drafted, before, strict=True):
+            num_accepted = max(0, len(sequence.output_token_ids) - num_tokens - 1)
+            self.add(m.SPEC_DECODE_DRAFTS)
+            self.add(m.SPEC_DECODE_DRAFT_TOKENS, num_accepted, "accepted")
+            self.add(m.SPEC_DECODE_DRAFT_TOKENS, num_proposed - num_accepted, "rejected")
         for phase in ("schedule", "apply"):
             self.observe(m.STEP_DURATION, 0, phase)
         self._complete()

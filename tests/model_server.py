@@ -23,7 +23,8 @@ def model_server(
     model = load_model(str(folder), dtype="float32", served_name="model")
     values: dict[str, object] = {
         "num_blocks": 257, "block_size": 8, "max_model_len": model.info.max_position, "max_batch_tokens": 64,
-        "vocab_size": model.info.vocab_size, "eos_token_ids": model.info.eos_token_ids, **engine_settings,
+        "vocab_size": model.info.vocab_size, "eos_token_ids": model.info.eos_token_ids, "groups": model.info.groups,
+        **engine_settings,
     }  # fmt: skip
     limits = make_settings(**values)
     dispatcher = OutputDispatcher()

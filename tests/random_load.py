@@ -115,6 +115,7 @@ class RandomLoad:
         self.worker: SteppedWorker | None = None
         self.behind = behind
         block_size = random.choice([1, 2, 4, 8])
+        self.model.period = random.choice([0, 2, 5])
         self.core = make_core(
             self.model,
             self.log,
@@ -130,6 +131,8 @@ class RandomLoad:
             priority_aging_seconds=random.choice([0.0, 1.0, 30.0]),
             victim_policy=random.choice(["newest", "least-computed", "lowest-priority"]),
             deadline_seconds=random.choice([None, None, 20.0]),
+            num_speculative_tokens=random.choice([0, 1, 5]),
+            prompt_lookup_min=random.randint(1, 2),
             emit_token_ids=emit_token_ids,
             preemption_mode="recompute" if behind is None else random.choice(["swap", "swap", "auto"]),
             make_tiers=None if behind is None else self._make_tiers,

@@ -100,6 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ),
         tiers_seed=st.integers(0, 1000),
         windows=st.sampled_from(WINDOWS),
+        speculation=st.one_of(st.none(), st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(2, 6))),
     )
     def start(
         self,
@@ -116,7 +117,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         tiers: dict[str, Any] | None,
         tiers_seed: int,
         windows: tuple[int | None, ...],
+        speculation: tuple[int, int, int] | None,
     ) -> None:
+        """`speculation`: most tokens of a draft, fewest that must match, period of the answers."""
         if tiers is not None:
             windows = (None,)  # tiers serve no other models
         self.is_followed_closely = closely
@@ -126,6 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # With 16 the ledger loses events all the time and has to heal itself.
         self.log = EventLog(log_capacity, self.clock)
         self.model = FailingModel()
+        num_drafted, least_match, self.model.period = speculation or (0, 1, 0)
         self.model.slot_bytes = 8
         self.model.on_step = self.check_step
         self.model.on_context = self.check_context
@@ -145,6 +149,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             reserve_prompt=policies[2],
             priority_aging_seconds=policies[3],
             protect_after_preemptions=policies[4],
+            num_speculative_tokens=num_drafted,
+            prompt_lookup_min=least_match,
             make_tiers=None if tiers is None else lambda manager: self.make_tiers(manager, tiers),
         )
         self.desk = PrefixDesk(self.core)

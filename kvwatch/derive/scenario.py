@@ -4,8 +4,9 @@ The golden exposition is made from it, and tests of exporters use it as a worklo
 obey the law: a ledger that applies them finds nothing wrong. Pool: 8 blocks of 4 tokens beside the null block.
 
     step 1   two requests arrive; `a` (10 tokens, n=2) is admitted and prefilled; two full blocks are stored; `b` waits
-    step 2   `a` forks into two sequences, which copy the shared last block; `b` is admitted and hits a block of `a`
-    step 3   `b` needs a block and there is none: it is preempted
+    step 2   `a` forks into two sequences, which copy the shared last block; `b` is admitted and hits a block of `a`;
+             each sequence of `a` has a draft of one token: one is accepted, the other is taken back
+    step 3   `a` needs a block and there is none: `b` is preempted
     step 4   `a` ends; `b` resumes from the cache
     step 5   the pool gets smaller, which moves a block of `b`, and large again; two other sizes cannot be had;
              the model fails, `b` ends with an error; the cache is cleared; a request is refused;
@@ -194,7 +195,7 @@ def _step_1() -> Iterator[Event]:
         is_stream=True,
         trace_parent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         tenant="blue",
-        max_tokens=3,
+        max_tokens=4,
         temperature=0.7,
         seed=7,
     )
@@ -216,12 +217,22 @@ def _step_2() -> Iterator[Event]:
     yield ev.BlocksReused(request="b", sequence=0, block_ids=[1], gaps_ns=[])
     yield _allocated("b", [5, 6, 7, 8], "prefill")
     yield _admitted("b", 17, 4, 21)
-    yield _scheduled(["a", "a", "b"], [1, 1, 13], {3: 3, 4: 3, 5: 4, 6: 4, 7: 4, 8: 1})
+    yield _scheduled(["a", "a", "b"], [2, 2, 13], {3: 4, 4: 4, 5: 4, 6: 4, 7: 4, 8: 1})
     yield ev.BlocksStored(
         hashes=[_hash(5), _hash(6), _hash(7)], block_ids=[5, 6, 7], parent=_hash(1), request="b", first_index=1
     )
     yield ev.FirstToken(request="b", ttft_ns=41 * MS)
-    yield _completed((8, 0, 0, 11), (2, 0), generated=3, inter_token={20 * MS: 2})
+    yield ev.DraftsVerified(
+        requests=["a", "a"],
+        proposed=[1, 1],
+        accepted=[1, 0],
+        num_drafts=2,
+        accepted_tokens=1,
+        rejected_tokens=1,
+        unwritten_block_ids=[4],
+        filled_slots=[3],
+    )
+    yield _completed((8, 0, 0, 11), (2, 0), generated=4, inter_token={20 * MS: 2, 0: 1})
 
 
 def _step_3() -> Iterator[Event]:
@@ -230,14 +241,15 @@ def _step_3() -> Iterator[Event]:
     yield ev.RequestPreempted(
         request="b", mode="recompute", reason="blocks", num_blocks=4, tokens_at_risk=17, beneficiary="a"
     )
-    yield _scheduled(["a", "a"], [1, 1], {3: 4, 4: 4})
-    yield _completed((4, 3, 1, 6), (1, 1), waiting_for={"blocks": 1}, generated=2, inter_token={20 * MS: 2})
+    yield _allocated("a", [8], "decode")
+    yield _scheduled(["a", "a"], [1, 1], {8: 1, 4: 4})
+    yield _completed((5, 3, 0, 7), (1, 1), waiting_for={"blocks": 1}, generated=2, inter_token={20 * MS: 2})
 
 
 def _step_4() -> Iterator[Event]:
-    yield ev.BlocksReleased(request="a", sequence=0, block_ids=[3, 2, 1], reason="finished")
+    yield ev.BlocksReleased(request="a", sequence=0, block_ids=[8, 3, 2, 1], reason="finished")
     yield ev.BlocksReleased(request="a", sequence=1, block_ids=[4, 2, 1], reason="finished")
-    yield _finished("a", "length", prompt=10, generated=6, peak_blocks=4, times_ms=(1, 19, 40, 60))
+    yield _finished("a", "length", prompt=10, generated=7, peak_blocks=5, times_ms=(1, 19, 40, 60))
     yield ev.BlocksReused(request="b", sequence=0, block_ids=[1, 5, 6], gaps_ns=[MS // 2, 20 * MS, 20 * MS])
     yield ev.BlocksEvicted(
         hashes=[_hash(7)],
@@ -401,6 +413,8 @@ def _finished(
         reasons=["abort", "abort"] if request == "d" else [],
         error={"error": "OutOfMemoryError", "deadline": "DeadlineExceeded"}.get(reason, ""),
         tenant="blue" if request == "a" else "",
+        draft_tokens=2 if request == "a" else 0,
+        accepted_draft_tokens=1 if request == "a" else 0,
     )
 
 

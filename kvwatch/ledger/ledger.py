@@ -344,6 +344,7 @@ class Ledger:
             ev.PoolRebuilt: self._rebuilt,
             ev.SequenceForked: pools[CHECKED_TIER].fork,
             ev.StepScheduled: self._scheduled,
+            ev.DraftsVerified: self._drafts_verified,
             ev.StepCompleted: self._completed,
             ev.RequestQueued: self._queued,
             ev.StepFailed: self._failed,
@@ -364,6 +365,9 @@ class Ledger:
 
     def _scheduled(self, event: ev.StepScheduled) -> None:
         self._pools[CHECKED_TIER].write(event.written_block_ids, event.filled_slots)
+
+    def _drafts_verified(self, event: ev.DraftsVerified) -> None:
+        self._pools[CHECKED_TIER].write(event.unwritten_block_ids, event.filled_slots)
 
     def _completed(self, event: ev.StepCompleted) -> None:
         self.waiting_for = dict(event.waiting_for)

@@ -227,6 +227,18 @@ COMPUTED_TOKENS = _counter(
     "computed_tokens", "Tokens run through the model.", "tokens", moves="At every step.", action="The engine's useful and useless work.",
 )  # fmt: skip
 
+# ---------------------------------------------------------------- speculative decoding
+SPEC_DECODE_DRAFTS = _counter(
+    "spec_decode_drafts", "Drafts that were verified: tokens guessed for one sequence in one step.", "1",
+    moves="With --num-speculative-tokens, whenever a text repeats what it said before.",
+    action="Accepted draft tokens divided by it, plus 1: tokens that a sequence with a draft gets in a step.",
+)  # fmt: skip
+SPEC_DECODE_DRAFT_TOKENS = _counter(
+    "spec_decode_draft_tokens", "Tokens of drafts by what became of them: accepted ones saved a step each.", "tokens",
+    ("outcome",), moves="With spec_decode_drafts.",
+    action="Mostly rejected: computed for nothing. Raise --prompt-lookup-min, or guess fewer tokens.",
+)  # fmt: skip
+
 # ---------------------------------------------------------------- transfers between tiers
 SWAP_BLOCKS = _counter(
     "swap_blocks", "Blocks that arrived in another tier: out and in with swapped requests, offload and restore with "
@@ -308,7 +320,7 @@ TIME_TO_FIRST_TOKEN = _histogram(
 )  # fmt: skip
 INTER_TOKEN_LATENCY = _histogram(
     "inter_token_latency_seconds", "Time between two tokens of one sequence.", "seconds", ITL_SECONDS,
-    moves="At every token but the first.", action="Tails: preemption, or prefill chunks too large.",
+    moves="At every token but the first; 0 between tokens of one step, which accepted drafts are.", action="Tails: preemption, or prefill chunks too large.",
 )  # fmt: skip
 END_TO_END = _histogram(
     "end_to_end_seconds", "From arrival to the last token.", "seconds", REQUEST_SECONDS, moves="When a request ends.",

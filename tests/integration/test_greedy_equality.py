@@ -16,7 +16,7 @@ from prompts import PROMPTS
 from tiny_models import embedded_model_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvwatch.telemetry.events import StepScheduled
+from kvwatch.telemetry.events import DraftsVerified, StepScheduled
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.core import EngineCore
@@ -173,6 +173,26 @@ def test_with_preemptions_forced_by_a_pool_too_small(
 
     assert core.scheduler.num_preemptions > 3, "the pool is meant to be too small"
     check(reference, answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_blocks", [600, 30])
+def test_with_drafts_alone_and_together_cold_and_warm_and_preempted(
+    reference: Reference, model: LoadedModel, num_blocks: int
+) -> None:
+    core = make_engine(
+        model, num_blocks=num_blocks, max_prefill_chunk=32, num_speculative_tokens=5, prompt_lookup_min=1
+    )
+    recorder = Recorder(core.log)
+
+    check(reference, generate(core, reference.prompts, together=True))
+    check(reference, generate(core, reference.prompts, together=False))
+
+    verified = [event for event in recorder.drain() if isinstance(event, DraftsVerified)]
+    num_accepted = sum(event.accepted_tokens for event in verified)
+    print(f"{num_accepted} tokens accepted, {sum(event.rejected_tokens for event in verified)} rejected")
+    assert num_accepted > 200
+    assert num_blocks == 600 or core.scheduler.num_preemptions > 3
 
 
 def test_a_pool_full_of_nan_changes_nothing(reference: Reference, model: LoadedModel) -> None:

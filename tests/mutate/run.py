@@ -31,6 +31,7 @@ from mutate.faults_lora import LORA
 from mutate.faults_metrics import METRICS
 from mutate.faults_models import MODELS
 from mutate.faults_sources import SOURCES
+from mutate.faults_speculation import SPECULATION
 from mutate.faults_telemetry import TELEMETRY
 from mutate.trial import Outcome, Verdict, check_imports, copy_tree, run_tests, try_fault
 
@@ -51,6 +52,7 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "metrics": METRICS,
     "models": MODELS,
     "sources": SOURCES,
+    "speculation": SPECULATION,
     "telemetry": TELEMETRY,
 }
 

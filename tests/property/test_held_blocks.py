@@ -66,6 +66,7 @@ def check_sharing(core: EngineCore, request: Request) -> None:
     max_batch_tokens=st.integers(8, 60),
     enable_prefix_cache=st.booleans(),
     reserve_prompt=st.booleans(),
+    num_speculative_tokens=st.sampled_from([0, 1, 5]),
 )
 def test_held_blocks_are_what_the_tokens_need(
     requests: list[tuple[list[int], int, int, int]],
@@ -75,14 +76,19 @@ def test_held_blocks_are_what_the_tokens_need(
     *,
     enable_prefix_cache: bool,
     reserve_prompt: bool,
+    num_speculative_tokens: int,
 ) -> None:
+    model = NullModel()
+    model.period = 4
     core = make_core(
-        NullModel(),
+        model,
         num_blocks=num_blocks,
         block_size=block_size,
         max_batch_tokens=max_batch_tokens,
         enable_prefix_cache=enable_prefix_cache,
         reserve_prompt=reserve_prompt,
+        num_speculative_tokens=num_speculative_tokens,
+        prompt_lookup_min=1,
     )
     step = 0
     while step <= 30 or core.has_work:

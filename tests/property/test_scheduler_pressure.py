@@ -37,6 +37,7 @@ def drive(seed: int) -> None:
         tiers=random.choice([None, random_tiers(random), random_real_tiers(random), random_real_tiers(random)]),
         tiers_seed=seed,
         windows=random.choice(WINDOWS),
+        speculation=random.choice([None, (random.randint(1, 6), random.randint(1, 3), random.randint(2, 6))]),
     )
     for _ in range(TURNS):
         turn(machine, random)

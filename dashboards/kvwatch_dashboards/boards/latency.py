@@ -65,6 +65,22 @@ _ERRORS = Panel(
     queries=(Query(q.increase(m.STEP_ERRORS)),),
     about="Steps that raised in the model: their requests ended with an error. The engine's log has the exception.",
 )
+_DRAFTS = Panel(
+    title="Draft tokens, by outcome",
+    unit="short",
+    kind="stack",
+    queries=(Query(f"sum by (outcome) ({q.rate(m.SPEC_DECODE_DRAFT_TOKENS, 'outcome')})", "{{outcome}} tokens/s"),),
+    about="What speculation guesses (--num-speculative-tokens). Accepted tokens saved a step each; rejected ones were "
+    "computed for nothing.",
+)
+_PER_DRAFT = Panel(
+    title="Tokens in a step of a sequence with a draft",
+    unit="short",
+    queries=(
+        Query(f"1 + {q.ratio(q.rate(m.SPEC_DECODE_DRAFT_TOKENS, outcome='accepted'), q.rate(m.SPEC_DECODE_DRAFTS))}"),
+    ),
+    about="1 means that drafts bring nothing. Sequences without a draft in a step get one token, as ever.",
+)
 
 LATENCY = Board(
     uid="kvwatch-latency",
@@ -74,6 +90,7 @@ LATENCY = Board(
         Row("What users wait for", (shared.TTFT, shared.ITL, _times("End to end", m.END_TO_END, has_exemplars=True))),
         Row("Where the time goes", (_times("In the queue", m.QUEUE_SECONDS), _times("Prefill", m.PREFILL_SECONDS), _times("Decode", m.DECODE_SECONDS))),
         Row("Steps", (_STEP, _sizes("Tokens of a step", m.STEP_TOKENS), _sizes("Sequences of a step", m.BATCH_SIZE), _ERRORS)),
+        Row("Speculation", (_DRAFTS, _PER_DRAFT)),
         Row("Requests", (shared.STATES, _FINISHED, _REJECTED, _TENANTS, _ADAPTERS)),
         Row("What they send", (_TOKENS, _sizes("Prompt length", m.REQUEST_PROMPT_TOKENS), _sizes("Answer length", m.REQUEST_GENERATED_TOKENS))),
     ),

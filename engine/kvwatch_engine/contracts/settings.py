@@ -57,6 +57,12 @@ class EngineSettings:
     """Blocks of pinned prefixes, which nobody else can have."""
     max_pinned_ratio: float = 0.5
     """Part of the pool that may be pinned."""
+    num_speculative_tokens: int = 0
+    """Most tokens of a sequence that are guessed from its own text and verified in one step; 0 guesses none."""
+    prompt_lookup_min: int = 2
+    """Fewest tokens at the end of a sequence that must occur earlier in it before what followed there is guessed."""
+    prompt_lookup_max: int = 4
+    """Most tokens that are compared: the longest match is taken."""
     weights_fingerprint: str = ""
     """Part of every block hash: K/V of different weights are never confused."""
     eos_token_ids: tuple[int, ...] = ()
@@ -106,6 +112,7 @@ class EngineSettings:
             "prefix_cache": self.enable_prefix_cache,
             "strict_prefix_cache": self.is_prefix_cache_strict,
             "max_pinned_ratio": self.max_pinned_ratio,
+            "num_speculative_tokens": self.num_speculative_tokens,
             "stall_seconds": self.stall_seconds,
         }
         return {name: float(value) for name, value in found.items() if value is not None}

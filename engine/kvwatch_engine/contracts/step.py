@@ -28,7 +28,8 @@ class SampleRow:
     """Number of tokens generated so far by the sequence."""
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
-    """The live list of the sequence: only the first `position` entries belong to this step. For penalties."""
+    """The live list of the sequence, or one with its draft: the first `position` entries belong to this row. For
+    penalties."""
     forbidden_token_ids: Sequence[int] = ()
     """Tokens that may not be chosen now (end tokens before `min_tokens`)."""
     num_candidates: int = 0
@@ -85,7 +86,8 @@ class StepInput:
     """i64[num_copies]"""
     sample_rows: tuple[SampleRow, ...]
     sample_indices: Int64Array
-    """i64[len(sample_rows)]: packed token whose logits each row samples from. With n > 1 an index repeats."""
+    """i64[len(sample_rows)]: packed token whose logits each row samples from. With n > 1 an index repeats; of a
+    sequence that has a draft, the last tokens have a row each."""
     adapters: tuple[AdapterSpan, ...] = ()
     """Which tokens are computed with a LoRA adapter, one span for each; all others with the base model alone."""
     further_groups: tuple[GroupBlocks, ...] = ()

@@ -217,6 +217,14 @@ class BlockManager:
             self.pool.store(group.tables[owner][done:num_full], names, parent, source)
             group.num_stored[owner] = num_full
 
+    def truncate(self, owner: Owner, num_tokens: int) -> list[BlockId]:
+        """Take back what was written behind a sequence's first `num_tokens` tokens, of which none may be stored.
+
+        Returns:
+            The blocks that are still held and filled otherwise now: the last one of each group, if it is partial.
+        """
+        return [block for group in self.groups if (block := group.truncate(owner, num_tokens)) is not None]
+
     def leave_unstored(self, owner: Owner, num_computed: int) -> None:
         """Keep the blocks that are full now out of the prefix index: only those that become full later enter it."""
         for group in self.groups:

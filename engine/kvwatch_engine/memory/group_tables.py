@@ -109,6 +109,18 @@ class GroupTables:
             if each.first_held % block_size:
                 self.first_held[owner] = each.first_held
 
+    def truncate(self, owner: Owner, num_tokens: int) -> BlockId | None:
+        """Give back what lies behind a sequence's first `num_tokens` tokens; return its last block if it is partial."""
+        table, num_filled = self.tables[owner], num_tokens % self.block_size
+        given_up = table[-(-num_tokens // self.block_size) :]
+        if given_up:
+            del table[len(table) - len(given_up) :]
+            self._pool.release(given_up[::-1], owner, "truncated", self.number)
+        if not num_filled:
+            return None
+        self._pool.filled_slots[table[-1]] = num_filled
+        return table[-1]
+
     # ------------------------------------------------------------------ forks
 
     def can_fork(self, parent: Owner, num_tokens: int) -> bool:

@@ -14,7 +14,10 @@ victims.py         who yields when blocks are short
 cost_model.py      what recomputation costs, as measured
 preemption.py      makes room: waits for what is coming, recomputes or swaps
 deadlines.py       whose time is over
+prompt_lookup.py   finds what a sequence may go on with in its own text; pure
+drafting.py        who gets a draft, and how long
 step_builder.py    packs scheduled tokens into one StepInput
 results.py         what the results of a step change
+verification.py    what stands of the drafts, and what is taken back
 scheduler.py       schedule() and apply()
 """

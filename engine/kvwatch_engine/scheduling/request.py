@@ -13,6 +13,7 @@ from kvwatch_engine.contracts.tiers import TransferKind
 from kvwatch_engine.memory.block_hash import HashChain, lonely_root
 from kvwatch_engine.memory.block_pool import Owner
 from kvwatch_engine.scheduling.beam_search import BeamSearch
+from kvwatch_engine.scheduling.prompt_lookup import TokenHistory
 
 MAX_PREEMPTED_FOR = 8
 
@@ -80,6 +81,7 @@ class Sequence:
         "chain",
         "finish_reason",
         "guide",
+        "history",
         "index",
         "last_token_ns",
         "num_computed",
@@ -104,6 +106,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.guide: SequenceGuide | None = None if guide is None else guide.start()
         """What keeps it within its request's grammar."""
+        self.history: TokenHistory | None = None
+        """Its tokens for the search of drafts, once there was one."""
 
     @property
     def num_tokens(self) -> int:
@@ -143,7 +147,9 @@ class Request:
         "is_restorable",
         "last_token_ns",
         "load_id",
+        "num_accepted_draft_tokens",
         "num_cached_tokens",
+        "num_draft_tokens",
         "num_failed_allocations",
         "num_preemptions",
         "num_recomputed_tokens",
@@ -239,7 +245,7 @@ class Request:
         self.num_failed_allocations = 0
         """Times in a row that the pool gave it no blocks though enough were free."""
         self.num_cached_tokens = 0
-        self.num_preemptions, self.num_recomputed_tokens = 0, 0
+        self.num_preemptions = self.num_recomputed_tokens = self.num_draft_tokens = self.num_accepted_draft_tokens = 0
         self.peak_blocks = 0
         self.num_scored = self.num_prompt_tokens if source.sampling.prompt_logprobs is None else 1
         """Tokens of the prompt whose log-probabilities are known, or not wanted: the first one follows nothing."""

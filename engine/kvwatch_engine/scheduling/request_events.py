@@ -76,4 +76,6 @@ def finished_event(request: Request) -> RequestFinished:
         request.origin.tenant,
         request.origin.adapter,
         [reason.value for reason in reasons[: request.sampling.n]] if request.sampling.n > 1 else [],
+        request.num_draft_tokens,
+        request.num_accepted_draft_tokens,
     )

@@ -1,7 +1,8 @@
 """What the results of a step change: computed tokens, full blocks, forks, sampled tokens, ends. Engine thread only."""
 
 from kvwatch.telemetry.events import StepCompleted
-from kvwatch_engine.contracts.request import FinishReason, PromptLogprobs, SequenceOutput
+from kvwatch.telemetry.log import EventLog
+from kvwatch_engine.contracts.request import FinishReason, PositionLogprobs, PromptLogprobs, SequenceOutput
 from kvwatch_engine.contracts.settings import EngineSettings
 from kvwatch_engine.contracts.step import StepResult
 from kvwatch_engine.memory.block_manager import BlockManager
@@ -9,6 +10,7 @@ from kvwatch_engine.scheduling.beam_groups import BeamGroups
 from kvwatch_engine.scheduling.lifecycle import Lifecycle
 from kvwatch_engine.scheduling.request import Sequence
 from kvwatch_engine.scheduling.step_builder import ScheduledStep
+from kvwatch_engine.scheduling.verification import Verification, VerifiedDraft
 
 INVALID_LOGITS = "InvalidLogits"
 """Class of the error that ends a sequence alone: its logits are not numbers."""
@@ -49,14 +51,29 @@ class StepDurations:
 class Results:
     """Enters the results of steps."""
 
-    def __init__(self, settings: EngineSettings, manager: BlockManager, lifecycle: Lifecycle) -> None:
+    def __init__(self, settings: EngineSettings, manager: BlockManager, lifecycle: Lifecycle, log: EventLog) -> None:
         self.settings = settings
         self._manager = manager
         self._lifecycle = lifecycle
         self._beams = BeamGroups(lifecycle)
+        self._verification = Verification(manager, lifecycle, log)
 
     def apply(self, scheduled: ScheduledStep, result: StepResult) -> AppliedStep:
         """Enter the results of a step; return what goes to the callers."""
+        self._enter_computed(scheduled)
+        applied = AppliedStep()
+        for sequence, scored in zip(scheduled.scored, result.scored, strict=True):
+            if sequence.finish_reason is None:
+                applied.outputs.append(self._apply_scored(sequence, scored))
+        if scheduled.drafts:
+            self._apply_drafts(scheduled, result, applied)
+        for row, sequence in enumerate(scheduled.sampled):
+            if sequence.finish_reason is None and row not in scheduled.drafts:
+                applied.outputs += self._apply_row(sequence, row, result, applied)
+        return applied
+
+    def _enter_computed(self, scheduled: ScheduledStep) -> None:
+        """Note what was computed of known tokens, and store what became full of it."""
         lifecycle = self._lifecycle
         for chunk in scheduled.chunks:
             sequence = chunk.sequence
@@ -71,19 +88,30 @@ class Results:
                 self._manager.pass_windows(sequence.owner, chunk.end)
             if request.resumed_ns is not None:
                 lifecycle.note_recovered(request)
-        applied = AppliedStep()
-        for sequence, scored in zip(scheduled.scored, result.scored, strict=True):
-            if sequence.finish_reason is None:
-                applied.outputs.append(self._apply_scored(sequence, scored))
-        for row, sequence in enumerate(scheduled.sampled):
-            if sequence.finish_reason is None:
-                applied.outputs += self._apply_row(sequence, row, result, applied)
-        return applied
 
     def _apply_scored(self, sequence: Sequence, scored: PromptLogprobs) -> SequenceOutput:
         request = sequence.request
         request.num_scored += len(scored.token_ids)
         return SequenceOutput(request_id=request.request_id, sequence=sequence.index, prompt_logprobs=scored)
+
+    def _apply_drafts(self, scheduled: ScheduledStep, result: StepResult, applied: AppliedStep) -> None:
+        """Enter what sequences with drafts have got; none of them ends before all rejected tokens are taken back."""
+        verified = self._verification.apply(
+            scheduled, result, lambda sequence, token: self._enter_token(sequence, token, applied)
+        )
+        for each in verified:
+            if each.rows:
+                applied.outputs.append(self._end_draft(each, result))
+            else:
+                applied.outputs += self._apply_error(each.sequence, result.errors[each.row])
+
+    def _end_draft(self, verified: VerifiedDraft, result: StepResult) -> SequenceOutput:
+        sequence, reason = verified.sequence, verified.finish_reason
+        if reason is not None:
+            self._lifecycle.finish_sequence(sequence, reason)
+        tokens = tuple(result.token_ids[row] for row in verified.rows)
+        logprobs = tuple(each for row in verified.rows if (each := result.logprobs[row]) is not None)
+        return _output(sequence, tokens, logprobs, reason)
 
     def _apply_row(
         self, sequence: Sequence, row: int, result: StepResult, applied: AppliedStep
@@ -121,23 +149,18 @@ class Results:
         ]
 
     def _apply_token(self, sequence: Sequence, row: int, result: StepResult, applied: AppliedStep) -> SequenceOutput:
-        request = sequence.request
         token = result.token_ids[row]
         logprobs = result.logprobs[row]
-        sequence.output_token_ids.append(token)
-        applied.note_token(self._lifecycle.note_token(sequence))
-        reason = self._finish_reason(sequence, token)
+        reason = self._enter_token(sequence, token, applied)
         if reason is not None:
             self._lifecycle.finish_sequence(sequence, reason)
-        return SequenceOutput(
-            request_id=request.request_id,
-            sequence=sequence.index,
-            token_ids=(token,),
-            logprobs=() if logprobs is None else (logprobs,),
-            finish_reason=reason,
-            is_stop_token=reason is FinishReason.STOP,
-            num_cached_tokens=request.num_cached_tokens,
-        )
+        return _output(sequence, (token,), () if logprobs is None else (logprobs,), reason)
+
+    def _enter_token(self, sequence: Sequence, token: int, applied: AppliedStep) -> FinishReason | None:
+        """Add a token to its sequence; return why that ends it."""
+        sequence.output_token_ids.append(token)
+        applied.note_token(self._lifecycle.note_token(sequence))
+        return self._finish_reason(sequence, token)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> FinishReason | None:
         params = sequence.request.sampling
@@ -170,3 +193,19 @@ class Results:
             len(lifecycle.waiting) + len(lifecycle.arriving),
             dict(waiting_for),
         )
+
+
+def _output(
+    sequence: Sequence, tokens: tuple[int, ...], logprobs: tuple[PositionLogprobs, ...], reason: FinishReason | None
+) -> SequenceOutput:
+    """Return what the caller is told of a sequence's new tokens, and of its end, if there is a reason."""
+    request = sequence.request
+    return SequenceOutput(
+        request_id=request.request_id,
+        sequence=sequence.index,
+        token_ids=tokens,
+        logprobs=logprobs,
+        finish_reason=reason,
+        is_stop_token=reason is FinishReason.STOP,
+        num_cached_tokens=request.num_cached_tokens,
+    )

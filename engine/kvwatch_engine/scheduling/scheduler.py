@@ -1,7 +1,7 @@
 """The scheduler: which tokens run in the next step, and what their results change.
 
     schedule():  transfers that have ended, deadlines ─▶ decode tokens of running sequences
-                     ─▶ prefill chunks of running ─▶ admission of waiting
+                     ─▶ prefill chunks of running ─▶ admission of waiting ─▶ drafts in what is left
                  (when blocks are short: see `preemption.py`)
     apply():     see `results.py`
 
@@ -9,6 +9,8 @@ Continuous batching: every step is composed anew from whatever is live. Engine t
 """
 
 from collections.abc import Iterable
+
+import numpy as np
 
 from kvwatch.telemetry.events import StepCompleted, StepScheduled
 from kvwatch.telemetry.events.block import AllocationReason
@@ -23,11 +25,12 @@ from kvwatch_engine.memory.table_write import BlockCopy
 from kvwatch_engine.scheduling.admission import Admission
 from kvwatch_engine.scheduling.cost_model import CostModel
 from kvwatch_engine.scheduling.deadlines import Deadlines
+from kvwatch_engine.scheduling.drafting import Drafting
 from kvwatch_engine.scheduling.lifecycle import Lifecycle
 from kvwatch_engine.scheduling.policy import StepSize, TokenBudget
 from kvwatch_engine.scheduling.preemption import Preemption
 from kvwatch_engine.scheduling.prefill_pace import PrefillPace
-from kvwatch_engine.scheduling.request import Request, RequestState, Sequence
+from kvwatch_engine.scheduling.request import Request, RequestState, Sequence, WaitReason
 from kvwatch_engine.scheduling.results import AppliedStep, Results, StepDurations
 from kvwatch_engine.scheduling.step_builder import Chunk, ScheduledStep, build_step
 
@@ -58,7 +61,8 @@ class Scheduler:
         self.cost = CostModel()
         self.admission = Admission(settings, manager, self.lifecycle, self.cost, log, tiers)
         self._preemption = Preemption(settings, manager, self.lifecycle, self.cost, log, tiers)
-        self._results = Results(settings, manager, self.lifecycle)
+        self._drafting = Drafting(settings, manager, self.lifecycle)
+        self._results = Results(settings, manager, self.lifecycle, log)
         self._deadlines = Deadlines()
         self._pace = PrefillPace()
         self._step_size = StepSize()
@@ -70,7 +74,7 @@ class Scheduler:
         """Follow these settings from the next step on."""
         self._settings = settings
         self._manager.max_chunk = settings.max_chunk
-        for part in (self.admission, self._preemption, self._results):
+        for part in (self.admission, self._preemption, self._drafting, self._results):
             part.settings = settings
 
     @property
@@ -153,6 +157,9 @@ class Scheduler:
         self.admission.note_wait_reasons(budget)
         if not chunks:
             return None
+        if self._settings.num_speculative_tokens:
+            is_short = self._preemption.has_shortage or self.admission.waiting_for.get(WaitReason.BLOCKS, 0) > 0
+            self._drafting.add_drafts(chunks, budget, can_grow=not is_short)
         scheduled = build_step(step, list(chunks.values()), self._manager, self._settings.eos_token_ids)
         self._emit_scheduled(scheduled)
         return scheduled
@@ -269,7 +276,7 @@ class Scheduler:
         self._log.append(
             StepScheduled(
                 [chunk.sequence.request.request_id for chunk in chunks],
-                [chunk.end - chunk.start for chunk in chunks],
+                np.diff(scheduled.input.query_starts).tolist(),
                 scheduled.input.num_tokens,
                 len(chunks),
                 scheduled.written_block_ids,
@@ -310,6 +317,8 @@ class Scheduler:
         for chunk in scheduled.chunks:
             if chunk.sequence.request.state is not RequestState.RUNNING:
                 continue
+            if chunk.draft:
+                self._manager.truncate(chunk.sequence.owner, chunk.end)
             first, last = chunk.start // size, (chunk.end - 1) // size
             for group in self._manager.groups:
                 for index, block in enumerate(group.tables[chunk.sequence.owner][first : last + 1], first):

@@ -128,6 +128,11 @@ def make_engine_settings(
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the {model.max_position} tokens that the model was made for"
         )
+    if settings.prompt_lookup_min > settings.prompt_lookup_max:
+        raise ConfigError(
+            f"--prompt-lookup-min {settings.prompt_lookup_min} is more than --prompt-lookup-max "
+            f"{settings.prompt_lookup_max}; raise the one or lower the other"
+        )
     num_blocks = _num_blocks(settings, spec, groups, max_model_len, free_bytes)
     return EngineSettings(
         num_blocks=num_blocks,
@@ -151,6 +156,9 @@ def make_engine_settings(
         enable_prefix_cache=settings.prefix_cache,
         is_prefix_cache_strict=settings.strict_prefix_cache,
         max_pinned_ratio=settings.max_pinned_ratio,
+        num_speculative_tokens=settings.num_speculative_tokens,
+        prompt_lookup_min=settings.prompt_lookup_min,
+        prompt_lookup_max=settings.prompt_lookup_max,
         weights_fingerprint=model.weights_fingerprint,
         kv_dtype=settings.kv_dtype,
         eos_token_ids=model.eos_token_ids,

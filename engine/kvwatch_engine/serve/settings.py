@@ -100,6 +100,16 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
     max_pinned_ratio: Annotated[
         float, setting("Part of the pool that pinned prefixes may take.", minimum=0, maximum=0.95)
     ] = 0.5
+    num_speculative_tokens: Annotated[
+        int,
+        setting("Tokens guessed from a sequence's own text and verified in one step; 0: none.", minimum=0, maximum=32),
+    ] = 0
+    prompt_lookup_min: Annotated[
+        int, setting("Tokens at a sequence's end that must occur in it before, to guess on.", minimum=1, maximum=32)
+    ] = 2
+    prompt_lookup_max: Annotated[
+        int, setting("Most such tokens that are compared: the longest match is taken.", minimum=1, maximum=32)
+    ] = 4
     lora: Annotated[
         tuple[str, ...], setting("LoRA adapter as NAME=DIR, in PEFT's format, served as model NAME; repeatable.")
     ] = ()

@@ -312,6 +312,9 @@ def _kv(trace: RequestTrace, finished: RequestFinished) -> Attributes:
         "kvwatch.kv.copied_blocks": trace.num_copied_blocks,
         "kvwatch.kv.evicted_blocks": trace.num_evicted_blocks,
     }
+    if finished.draft_tokens:
+        attributes["kvwatch.drafts.proposed_tokens"] = finished.draft_tokens
+        attributes["kvwatch.drafts.accepted_tokens"] = finished.accepted_draft_tokens
     if finished.peak_blocks is not None:
         attributes["kvwatch.kv.peak_blocks"] = finished.peak_blocks
     for tier, tokens in trace.hit_tokens.items():

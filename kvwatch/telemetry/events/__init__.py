@@ -45,6 +45,7 @@ from kvwatch.telemetry.events.request import (
 )
 from kvwatch.telemetry.events.source import SourceCompleteness, SourceGap, SourceReset
 from kvwatch.telemetry.events.step import (
+    DraftsVerified,
     EngineEnded,
     EngineStalled,
     OutOfMemory,
@@ -79,6 +80,7 @@ __all__ = [
     "BlocksStored",
     "CacheCleared",
     "ConfigChanged",
+    "DraftsVerified",
     "DrainStarted",
     "EngineEnded",
     "EngineStalled",

@@ -207,6 +207,8 @@ class RequestFinished(Event):
     reasons: Annotated[
         list[FinishReason], label(16, "Why each sequence that is returned ended, in their order; empty for one alone.")
     ] = msgspec.field(default_factory=list)
+    draft_tokens: Annotated[int, value(17, "Tokens of the drafts that were verified for it.", "tokens")] = 0
+    accepted_draft_tokens: Annotated[int, value(18, "Of these, accepted ones.", "tokens")] = 0
 
 
 @event(

@@ -109,3 +109,28 @@ class EngineEnded(Event):
     """The last event of an engine."""
 
     reason: Annotated[Literal["stopped", "failed"], label(1, "Whether it was told to, or found itself defective.")]
+
+
+@event(
+    66, "step.drafts_verified", "A step has verified drafts: tokens that were guessed from sequences' own text.",
+    feeds=(
+        metrics.SPEC_DECODE_DRAFTS.count(amount_of("num_drafts")),
+        metrics.SPEC_DECODE_DRAFT_TOKENS.count(amount_of("accepted_tokens"), outcome="accepted"),
+        metrics.SPEC_DECODE_DRAFT_TOKENS.count(amount_of("rejected_tokens"), outcome="rejected"),
+    ),
+)  # fmt: skip
+class DraftsVerified(Event):
+    """Between the step's `StepScheduled`, whose written blocks hold the drafts, and its `StepCompleted`.
+
+    Accepted are the tokens that a sequence got beyond the one of every step. The blocks that held nothing but rejected
+    tokens have been released before (`truncated`); others are less filled than `StepScheduled` said.
+    """
+
+    requests: Annotated[list[str], identity(1, "Request of each sequence that had a draft.")]
+    proposed: Annotated[list[int], value(2, "Tokens of each of these drafts.", "tokens")]
+    accepted: Annotated[list[int], value(3, "Of these, accepted ones.", "tokens")]
+    num_drafts: Annotated[int, value(4, "Number of drafts.", "1")]
+    accepted_tokens: Annotated[int, value(5, "Accepted tokens of all drafts.", "tokens")]
+    rejected_tokens: Annotated[int, value(6, "Rejected tokens of all drafts.", "tokens")]
+    unwritten_block_ids: Annotated[list[int], identity(7, "Blocks of which a part was taken back.")]
+    filled_slots: Annotated[list[int], value(8, "Filled slots of each of them after that.", "tokens")]
