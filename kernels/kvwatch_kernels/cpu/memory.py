@@ -29,6 +29,8 @@ from kvwatch_kernels.cpu.vectors import F32, F32_LANES, I1, I16, I32, I64, LANES
 Pointer: TypeAlias = int
 """A pointer inside compiled code; its Numba type knows the element type."""
 
+CACHE_LINE_BYTES = 64
+
 _READABLE = (F32_POINTER, *INTEGER_POINTERS)
 
 _BYTES = ir.IntType(8).as_pointer()

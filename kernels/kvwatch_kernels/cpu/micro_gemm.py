@@ -13,8 +13,8 @@ from numba.core import cgutils, types
 from numba.core.typing.templates import signature
 
 from kvwatch_kernels.cpu.compiled import subroutine
-from kvwatch_kernels.cpu.elements import ELEMENT_POINTERS, F32_POINTER, I64_POINTER
-from kvwatch_kernels.cpu.memory import Pointer, emit_load
+from kvwatch_kernels.cpu.elements import ELEMENT_POINTERS, ELEMENTS, F32_POINTER, I64_POINTER
+from kvwatch_kernels.cpu.memory import CACHE_LINE_BYTES, Pointer, emit_load, prefetch
 from kvwatch_kernels.cpu.registers import Part, host_registers, product_parts
 from kvwatch_kernels.cpu.vectors import F32_LANES, I64, LANES, Emitter, broadcast, emitted, emitted_for, fma, lanes_of
 
@@ -84,10 +84,21 @@ def _strided_rows(builder: ir.IRBuilder, b: ir.Value, stride: ir.Value) -> Any:
     return load_b
 
 
-def _rows_at(builder: ir.IRBuilder, addresses: ir.Value, offset: ir.Value, like: ir.Value, like_type: Any) -> Any:
-    """Loader of B from rows of `like`'s type at the given addresses, `offset` elements on."""
+def _rows_at(
+    builder: ir.IRBuilder, addresses: ir.Value, ahead: ir.Value, offset: ir.Value, like: ir.Value, like_type: Any
+) -> Any:
+    """Loader of B from rows of `like`'s type at the given addresses, `offset` elements on.
+
+    With each row it asks for one that is needed later, so that memory is never idle and never asked for much at once.
+    """
+    row_lines = WIDE * ELEMENTS[like_type].num_bytes // CACHE_LINE_BYTES
 
     def load_b(depth: ir.Value, index: int) -> ir.Value:
+        if index == 0:
+            later = builder.inttoptr(builder.load(builder.gep(ahead, [depth])), like.type)
+            first = builder.ptrtoint(builder.gep(later, [offset]), I64)
+            for line in range(row_lines):
+                prefetch(builder, builder.add(first, ir.Constant(I64, line * CACHE_LINE_BYTES)))
         address = builder.load(builder.gep(addresses, [depth]))
         row = builder.gep(builder.inttoptr(address, like.type), [offset])
         return emit_load(builder, builder.gep(row, [ir.Constant(I64, index * LANES)]), like_type)
@@ -117,15 +128,15 @@ def _product_onto(rows: int, width: int) -> Emitter:
 
 def _product_in_place(rows: int) -> Emitter:
     def product(builder: ir.IRBuilder, sig: Any, *operands: ir.Value) -> None:
-        a, a_stride, like, addresses, offset, depth, c, c_stride, scales = operands
-        load_b = _rows_at(builder, addresses, offset, like, sig.args[2])
+        a, a_stride, like, addresses, ahead, offset, depth, c, c_stride, scales = operands
+        load_b = _rows_at(builder, addresses, ahead, offset, like, sig.args[2])
         _emit_product(builder, rows, WIDE, (a, a_stride, load_b, depth, c, c_stride), scales)
 
     product.__name__ = f"product_in_place_{rows}"
     cases = [
         signature(
             types.void,
-            *(F32_POINTER, types.int64, like, I64_POINTER, types.int64),
+            *(F32_POINTER, types.int64, like, I64_POINTER, I64_POINTER, types.int64),
             *(types.int64, F32_POINTER, types.int64, F32_POINTER),
         )
         for like in ELEMENT_POINTERS
@@ -229,6 +240,7 @@ def multiply_onto_in_place(
     a_stride: int,
     like: Pointer,
     addresses: Pointer,
+    ahead: Pointer,
     offset: int,
     depth: int,
     c: Pointer,
@@ -243,6 +255,7 @@ def multiply_onto_in_place(
         a_stride: see `multiply_onto_wide`.
         like: pointer of B's dtype; only its type is used.
         addresses: i64[depth], of the rows of B.
+        ahead: i64[depth], of rows that are needed later; any addresses are safe.
         offset: elements of a row before the strip.
         depth: see `multiply_onto_wide`.
         c: see `multiply_onto_wide`.
@@ -251,10 +264,10 @@ def multiply_onto_in_place(
         rows: 1 to `MAX_ROWS`.
     """
     if rows == 4:
-        _in_place_4(a, a_stride, like, addresses, offset, depth, c, c_stride, scales)
+        _in_place_4(a, a_stride, like, addresses, ahead, offset, depth, c, c_stride, scales)
     elif rows == 3:
-        _in_place_3(a, a_stride, like, addresses, offset, depth, c, c_stride, scales)
+        _in_place_3(a, a_stride, like, addresses, ahead, offset, depth, c, c_stride, scales)
     elif rows == 2:
-        _in_place_2(a, a_stride, like, addresses, offset, depth, c, c_stride, scales)
+        _in_place_2(a, a_stride, like, addresses, ahead, offset, depth, c, c_stride, scales)
     else:
-        _in_place_1(a, a_stride, like, addresses, offset, depth, c, c_stride, scales)
+        _in_place_1(a, a_stride, like, addresses, ahead, offset, depth, c, c_stride, scales)

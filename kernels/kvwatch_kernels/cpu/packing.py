@@ -35,6 +35,7 @@ from kvwatch_kernels.cpu.fields import (
 )
 from kvwatch_kernels.cpu.items import QueryTile
 from kvwatch_kernels.cpu.memory import (
+    CACHE_LINE_BYTES,
     Pointer,
     advance,
     f32_at,
@@ -51,7 +52,6 @@ from kvwatch_kernels.cpu.memory import (
 from kvwatch_kernels.cpu.micro_gemm import TILE
 from kvwatch_kernels.cpu.vectors import F32_LANES, I32, I32_LANES, I64, LANES, Vector, emitted_for, splat
 
-CACHE_LINE_BYTES = 64
 _FLOAT_BYTES = 4
 _DWORD_BYTES, _DWORDS = 4, 4
 """What is transposed are units of 32 bits, four of a row at a time: one float32, two bfloat16 or four bytes each."""
@@ -260,10 +260,11 @@ def pack_keys(
     """
     whole = head_dim // LANES * LANES
     for first in range(0, count, LANES):
-        prefetch_rows(advance(next_rows, first), min(next_count - first, LANES), row_bytes)
         target = advance(keys, first)
         addresses = advance(rows, first)
         for offset in range(0, whole, LANES):
+            ahead = first + offset // 4
+            prefetch_rows(advance(next_rows, ahead), min(next_count - ahead, 4), row_bytes)
             load_transposed(like, addresses, offset, advance(target, offset * TILE))
         for offset in range(whole, head_dim):
             for row in range(LANES):

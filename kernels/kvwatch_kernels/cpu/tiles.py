@@ -170,7 +170,7 @@ def shape_scores(params: Pointer, tile: QueryTile, row: int, first: int, scores:
 
 
 @inlined
-def add_values(worker: Worker, tile: QueryTile, first: int, values: Pointer) -> None:
+def add_values(worker: Worker, tile: QueryTile, first: int, values: Pointer, next_values: Pointer) -> None:
     """Rescale the sums and add the tile's values, weighted, over what each row sees; ascending per row.
 
     Args:
@@ -178,20 +178,28 @@ def add_values(worker: Worker, tile: QueryTile, first: int, values: Pointer) -> 
         tile: the queries.
         first: position of the tile's first token.
         values: i64[TILE], addresses of the values.
+        next_values: i64[TILE], those of the next tile.
     """
     strip = 0
     while strip < worker.padded:
         row = 0
         while row < tile.num_rows:
             count = min(tile.num_rows - row, MAX_ROWS)
-            add_values_to_rows(worker, tile, first, values, strip, row, count)
+            add_values_to_rows(worker, tile, first, values, next_values, strip, row, count)
             row += count
         strip += WIDE if worker.padded - strip >= WIDE else NARROW
 
 
 @inlined
 def add_values_to_rows(
-    worker: Worker, tile: QueryTile, first: int, values: Pointer, strip: int, row: int, count: int
+    worker: Worker,
+    tile: QueryTile,
+    first: int,
+    values: Pointer,
+    next_values: Pointer,
+    strip: int,
+    row: int,
+    count: int,
 ) -> None:
     """`add_values` for `count` rows from `row` on and one strip: first what all see together, the rest row by row.
 
@@ -202,7 +210,7 @@ def add_values_to_rows(
     rescale = worker.scratch.rescale
     shared_end = -1
     if last_begin == begin and begin <= end:
-        add_range(worker, tile, values, strip, row, count, begin, end, rescale)
+        add_range(worker, tile, values, next_values, strip, row, count, begin, end, rescale)
         if last_end == end:
             return
         # What is left of each row: its sums are already rescaled.
@@ -210,7 +218,7 @@ def add_values_to_rows(
         rescale = worker.scratch.ones
     for single in range(row, row + count):
         begin, end = visible_in_tile(worker.params, tile, single, first)
-        add_range(worker, tile, values, strip, single, 1, max(begin, shared_end), end, rescale)
+        add_range(worker, tile, values, next_values, strip, single, 1, max(begin, shared_end), end, rescale)
 
 
 @subroutine
@@ -218,6 +226,7 @@ def add_range(
     worker: Worker,
     tile: QueryTile,
     values: Pointer,
+    next_values: Pointer,
     strip: int,
     row: int,
     count: int,
@@ -233,8 +242,8 @@ def add_range(
     sums = advance(scratch.sums, row * padded + strip)
     scales = advance(rescale, row)
     if reads_values_in_place(worker, tile):
-        addresses = advance(values, begin)
-        multiply_onto_in_place(weights, TILE, worker.like, addresses, strip, depth, sums, padded, scales, count)
+        addresses, ahead = advance(values, begin), advance(next_values, begin)
+        multiply_onto_in_place(weights, TILE, worker.like, addresses, ahead, strip, depth, sums, padded, scales, count)
     elif padded - strip >= WIDE:
         multiply_onto_wide(weights, TILE, packed, padded, depth, sums, padded, scales, count)
     else:
@@ -329,9 +338,13 @@ def attend_tile(
     if read(params, KEY_SCALES) != 0:
         load_scales(params, worker.like, tile, first, count, scratch.scales)
     pack_keys(worker.like, rows, count, head_dim, scratch.keys, next_rows, next_count, row_bytes)
-    prefetch_rows(advance(next_rows, TILE), next_count, row_bytes)
-    if not reads_values_in_place(worker, tile):
+    next_values = advance(next_rows, TILE)
+    if reads_values_in_place(worker, tile):
+        # Those that are not asked for with each value that is read.
+        prefetch_rows(advance(next_values, count), next_count - count, row_bytes)
+    else:
+        prefetch_rows(next_values, next_count, row_bytes)
         pack_values(worker.like, values, count, head_dim, worker.padded, scratch.values)
     score_keys(worker, tile)
     weigh_keys(worker, tile, first)
-    add_values(worker, tile, first, values)
+    add_values(worker, tile, first, values, next_values)

@@ -35,7 +35,9 @@ def attention_code() -> str:
         micro_gemm.multiply(f32, rows, f32, rows, rows, f32, rows, rows)
         micro_gemm.multiply_onto_narrow(f32, rows, f32, rows, rows, f32, rows, f32, rows)
         micro_gemm.multiply_onto_wide(f32, rows, f32, rows, rows, f32, rows, f32, rows)
-        micro_gemm.multiply_onto_in_place(f32, rows, f32, i64_at(address), rows, rows, f32, rows, f32, rows)
+        micro_gemm.multiply_onto_in_place(
+            f32, rows, f32, i64_at(address), i64_at(address), rows, rows, f32, rows, f32, rows
+        )
 
     return assembly(run)
 
