@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from openai_server import END, byte_level_tokenizer
+from openai_server import END, PATIENT, byte_level_tokenizer
 from tokenizers import Tokenizer
 
 from kvwatch_engine.guidance import Grammar, GuidanceLimits, GuideCompiler
@@ -18,7 +18,7 @@ def make_compiler(tokenizer: Tokenizer | None = None, limits: GuidanceLimits | N
     tokenizer = tokenizer or byte_level_tokenizer(VOCAB_SIZE)
     end = tokenizer.token_to_id(END)
     assert end is not None
-    return GuideCompiler(tokenizer.to_str(), VOCAB_SIZE, (end,), limits)
+    return GuideCompiler(tokenizer.to_str(), VOCAB_SIZE, (end,), limits or PATIENT)
 
 
 def compile_all(grammars: Sequence[Grammar], compiler: GuideCompiler | None = None) -> list[CompiledGuide]:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from builders import make_settings
-from openai_server import RunningServer, serve
+from openai_server import PATIENT, RunningServer, serve
 
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.engine import Engine
@@ -32,6 +32,9 @@ def model_server(
     log = EventLog()
     engine = Engine(limits, runner, log, dispatcher)
     with serve(
-        engine, create_app(engine, dispatcher, model.info, server_settings or ServerSettings()), dispatcher, log
+        engine,
+        create_app(engine, dispatcher, model.info, server_settings or ServerSettings(guidance=PATIENT)),
+        dispatcher,
+        log,
     ) as running:
         yield running

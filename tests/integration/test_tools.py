@@ -136,6 +136,48 @@ def test_a_call_that_has_to_be_made_is_made_whatever_the_model_would_rather_say(
     assert jsonschema_rs.is_valid(SCHEMAS[name], json.loads(arguments)), arguments
 
 
+def strict(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_strict_function_is_called_with_arguments_that_fit_once_the_model_calls_it(
+    stage: Stage, is_stream: bool
+) -> None:
+    stage.model.say("Let me see. " + stage.write("get_weather", {"city": "Llanfairpwllgwyngyll", "days": 99}) + " So!")
+
+    tools = [strict(TOOLS[0]), TOOLS[1]]
+    answer = stage.ask(tools=tools, stream=is_stream, max_tokens=300, parallel_tool_calls=False)
+
+    if is_stream:
+        content, calls, _ = streamed_calls(answer)
+        arguments = [call["arguments"] for call in calls]
+    else:
+        [choice] = answer.choices
+        content = choice.message.content or ""
+        arguments = [call.function.arguments for call in choice.message.tool_calls or []]
+    if stage.template == "llama3":
+        assert "Llanfairpwllgwyngyll" in content, "nothing marks its calls, so that nothing can be kept to"
+        return
+    assert content.startswith("Let me see. ")
+    assert len(arguments) == 1
+    assert jsonschema_rs.is_valid(WEATHER, json.loads(arguments[0])), arguments
+
+
+def test_what_is_not_strict_takes_any_object_and_texts_stay_free_beside_what_is(stage: Stage) -> None:
+    tools = [TOOLS[0], strict(TOOLS[1])]
+    loose = {"city": "Llanfairpwllgwyngyll", "days": 99}
+
+    stage.model.say("I do not know, <really>, [at] {all}.")
+    [free] = stage.ask(tools=tools).choices
+    stage.model.say(stage.write("get_weather", loose))
+    [called] = stage.ask(tools=tools, max_tokens=300).choices
+
+    assert (free.message.content, free.message.tool_calls) == ("I do not know, <really>, [at] {all}.", None)
+    [call] = called.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", loose)
+
+
 def test_several_calls_at_once_unless_that_is_forbidden(stage: Stage) -> None:
     one, other = stage.write("get_weather", CALL), stage.write("add", {"numbers": [1, 30]})
     both = {"llama3": f"{one}; {other}", "mistral": f"{one[:-1]}, {other.removeprefix('[TOOL_CALLS][')}"}

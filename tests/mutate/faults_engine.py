@@ -9,6 +9,7 @@ NEVER = f"{EQUALITY}::test_never_searches_on_where_false_stops_as_in_transformer
 SHARING = "tests/unit/engine/test_engine_sharing.py"
 GROUPS = "tests/unit/memory/test_memory_groups.py"
 SEARCH = "engine/kvwatch_engine/scheduling/beam_search.py"
+PROMPTS = "tests/unit/engine/test_engine_prompt_logprobs.py"
 
 ENGINE = (
     Fault(
@@ -122,5 +123,29 @@ ENGINE = (
         old="        sequence.chain = parent.chain.fork(parent.num_computed // self._manager.block_size)\n",
         new="",
         tests=(f"{BEAMS}::test_a_beam_stores_blocks_under_the_names_of_the_way_that_it_goes_now",),
+    ),
+    Fault(
+        name="prompts-are-found-before-they-are-scored",
+        stands_for="Of a known prefix no logits are computed, and its log-probabilities are missing.",
+        file="engine/kvwatch_engine/scheduling/admission.py",
+        old="        num_tokens = leader.num_tokens if leader.request.is_scored else leader.request.num_scored\n",
+        new="        num_tokens = leader.num_tokens\n",
+        tests=(f"{PROMPTS}::test_a_known_prefix_is_computed_all_the_same_and_others_still_find_it",),
+    ),
+    Fault(
+        name="log-probabilities-are-told-twice",
+        stands_for="A request that is preempted in its prompt tells the beginning of it again.",
+        file="engine/kvwatch_engine/scheduling/step_builder.py",
+        old="    start, end = max(chunk.start + 1, request.num_scored), ",
+        new="    start, end = chunk.start + 1, ",
+        tests=(f"{PROMPTS}::test_a_request_that_lost_its_blocks_on_the_way_tells_nothing_twice",),
+    ),
+    Fault(
+        name="log-probabilities-of-the-token-before",
+        stands_for="A token's own logits are taken for those that tell of it.",
+        file="engine/kvwatch_engine/scheduling/step_builder.py",
+        old="ScoredSpan(first + start - 1 - chunk.start, ",
+        new="ScoredSpan(first + start - 2 - chunk.start if start > chunk.start + 1 else first, ",
+        tests=(f"{PROMPTS}::test_a_request_that_lost_its_blocks_on_the_way_tells_nothing_twice",),
     ),
 )

@@ -147,8 +147,8 @@ ISOLATION = (
         name="a-whole-prompt-is-found",
         stands_for="A prompt of whole blocks is found to its last token, and there are no logits to go on from.",
         file="engine/kvwatch_engine/scheduling/admission.py",
-        old="        num_blocks = (leader.num_tokens - 1) // self._manager.block_size\n",
-        new="        num_blocks = leader.num_tokens // self._manager.block_size\n",
+        old="        num_blocks = (num_tokens - 1) // self._manager.block_size\n",
+        new="        num_blocks = num_tokens // self._manager.block_size\n",
         tests=(f"{SHARING}::test_a_repeated_prompt_hits_all_full_blocks_but_never_its_last_token",),
     ),
 )

@@ -31,8 +31,8 @@ TELEMETRY = (
         name="last-token-found-too",
         stands_for="O05, R49: a prompt of exactly n blocks hits all n, and nothing is left to compute.",
         file="engine/kvwatch_engine/scheduling/admission.py",
-        old="(leader.num_tokens - 1) // self._manager.block_size",
-        new="leader.num_tokens // self._manager.block_size",
+        old="(num_tokens - 1) // self._manager.block_size",
+        new="num_tokens // self._manager.block_size",
         tests=(f"{SHARING}::test_a_repeated_prompt_hits_all_full_blocks_but_never_its_last_token",),
     ),
     Fault(

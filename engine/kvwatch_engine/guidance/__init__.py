@@ -3,12 +3,13 @@
     grammar.py     a grammar as a request gives it, and how large one may be
     lark_size.py   how much a terminal of a Lark grammar stands for
     vocabulary.py  the model's tokens as the library sees them, and the bounds under which it works
-    trial.py       the process that compiles a grammar first; it may be killed, and may crash
+    trial.py       the process that has each grammar compiled first, in one of its own that may crash or be ended
     trials.py      asks that process, with a deadline; messages.py is what they say to each other
+    refusals.py    remembers which grammars cannot be compiled
     matching.py    one sequence within a compiled grammar, in this process
     compiler.py    from a grammar to a guide: trial, compilation, cache
 
-    request ─▶ compiler ─▶ trial process: does it compile within its time? ─▶ compiled here ─▶ cache
+    request ─▶ compiler ─▶ trial process: does it compile within its bounds? ─▶ compiled here ─▶ cache
                                                                                     │
     step ─▶ SequenceGuide.prepare (threads, while the model computes) ─▶ allowed ─▶ sampler
 

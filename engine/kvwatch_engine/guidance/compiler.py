@@ -1,7 +1,8 @@
 """From a grammar to a guide, off the event loop and off the step loop.
 
-An untried grammar is compiled in the trial process first, and then here, which takes as long again. One thread does
-that, in the order of arrival: what is cached does not wait for it.
+An untried grammar is compiled in a process of its own first, and then here, which takes as long again. A few threads
+wait for that, in the order of arrival: what is cached, and what was refused before, does not wait for them. Whoever
+comes while they are all taken is told so in time.
 """
 
 import asyncio
@@ -10,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from llguidance import LLTokenizer
 
-from kvwatch_engine.contracts.errors import EngineOverloaded
+from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid
 from kvwatch_engine.guidance.grammar import Grammar, GuidanceLimits
 from kvwatch_engine.guidance.matching import CompiledGuide
-from kvwatch_engine.guidance.trials import Trials, unavailable
+from kvwatch_engine.guidance.refusals import Refusals
+from kvwatch_engine.guidance.trials import Trials, TrialStarved, unavailable
 from kvwatch_engine.guidance.vocabulary import VocabularySource, make_matcher, matcher_error, one_line
 
 
@@ -43,9 +45,11 @@ class GuideCompiler:
         except Exception as error:  # the library raises every kind
             self._unavailable = one_line(str(error)) or type(error).__name__
         self._trials = Trials(source, self.limits)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="guidance")
+        self._threads = ThreadPoolExecutor(self.limits.max_trials, thread_name_prefix="guidance")
+        self._free_threads = asyncio.Semaphore(self.limits.max_trials)
         self._mask_threads = ThreadPoolExecutor(self.limits.mask_threads, thread_name_prefix="guidance-masks")
         self._cache: OrderedDict[Grammar, CompiledGuide] = OrderedDict()
+        self._refusals = Refusals(self.limits.max_refusals)
         self._pending: dict[Grammar, asyncio.Task[CompiledGuide]] = {}
 
     async def compile(self, grammar: Grammar) -> CompiledGuide:
@@ -60,6 +64,7 @@ class GuideCompiler:
         if cached is not None:
             self._cache.move_to_end(grammar)
             return cached
+        self._refusals.check(grammar)
         pending = self._pending.get(grammar)
         if pending is None:
             if len(self._pending) >= self.limits.max_pending:
@@ -77,30 +82,49 @@ class GuideCompiler:
         return self._vocabulary is not None and self._vocabulary.is_special_token(token_id)
 
     async def close(self) -> None:
-        """End the trial process and the thread that asks it. Sequences that are guided may go on."""
+        """End the trial process and the threads that ask it. Sequences that are guided may go on."""
         for pending in self._pending.values():
             pending.cancel()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._close_trials)
 
     def _close_trials(self) -> None:
-        self._thread.shutdown(wait=True)  # a compilation takes no longer than its deadline
+        self._threads.shutdown(wait=True)  # a compilation takes no longer than its deadline
         self._trials.close()
 
     async def _compile(self, grammar: Grammar) -> CompiledGuide:
         try:
-            guide = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile_now, grammar)
-            self._cache[grammar] = guide
-            if len(self._cache) > self.limits.max_cached:
-                self._cache.popitem(last=False)
-            return guide
+            guide = await self._compile_in_turn(grammar)
         finally:
             del self._pending[grammar]
+        self._cache[grammar] = guide
+        if len(self._cache) > self.limits.max_cached:
+            self._cache.popitem(last=False)
+        return guide
 
-    def _compile_now(self, grammar: Grammar) -> CompiledGuide:
+    async def _compile_in_turn(self, grammar: Grammar) -> CompiledGuide:
+        limits, loop = self.limits, asyncio.get_running_loop()
+        deadline = loop.time() + max(limits.answer_seconds, limits.compile_seconds)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._free_threads.acquire()
+        except TimeoutError as error:
+            raise _too_busy(grammar) from error
+        seconds = min(limits.compile_seconds, deadline - loop.time())
+        try:
+            return await loop.run_in_executor(self._threads, self._compile_now, grammar, seconds)
+        except RequestInvalid as error:
+            self._refusals.note(grammar, error)
+            raise
+        except TrialStarved as error:
+            raise _too_busy(grammar) from error
+        finally:
+            self._free_threads.release()
+
+    def _compile_now(self, grammar: Grammar, seconds: float) -> CompiledGuide:
         if self._vocabulary is None:
             raise unavailable(grammar, self._unavailable)
-        compiled = self._trials.run(grammar)
+        compiled = self._trials.run(grammar, seconds)
         try:
             matcher = make_matcher(self._vocabulary, compiled)
             error = matcher_error(matcher)
@@ -109,6 +133,12 @@ class GuideCompiler:
         if error:
             raise grammar.refusal(error)
         return CompiledGuide(matcher, self._mask_threads, self._vocab_size, self.limits.mask_seconds)
+
+
+def _too_busy(grammar: Grammar) -> EngineOverloaded:
+    return EngineOverloaded(
+        f"{grammar.param}: the machine is too busy to compile it now; retry later", reason="queue_full"
+    )
 
 
 def _note_error(task: "asyncio.Task[CompiledGuide]") -> None:

@@ -27,8 +27,17 @@ class GuidanceLimits:
     max_choices: int = 1_000
     max_terminal_size: int = 10_000
     """Characters that a terminal of a grammar stands for, when each terminal in it is written out."""
-    compile_seconds: float = 1.0
-    """Time in which a grammar must have been compiled."""
+    compile_cpu_seconds: float = 0.15
+    """Time of a processor that compiling a grammar may take; what people write takes some milliseconds."""
+    compile_seconds: float = 0.7
+    """Time after which whoever brings a grammar is told to come back, since the machine has been too busy for it."""
+    answer_seconds: float = 0.8
+    """The same, with the time that it waited for others to be compiled."""
+    niceness: int = 12
+    """How far processes that compile step back before others. Of a processor that the model keeps busy 12 leaves six
+    hundredths, which is enough for what people write. 0 lets them compete."""
+    max_trials: int = 2
+    """Grammars that are compiled at the same time."""
     start_seconds: float = 60.0
     """Time in which the trial process must have started."""
     trial_bytes: int = 512 * 2**20
@@ -40,6 +49,8 @@ class GuidanceLimits:
     """Grammars that wait to be compiled; more are answered 429."""
     max_cached: int = 32
     """Compiled grammars that are kept for the next request that brings them."""
+    max_refusals: int = 256
+    """Grammars that cannot be compiled whose refusals are kept, for the next request that brings one of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,43 @@
-"""A process that compiles grammars which nobody has tried yet: `python -m kvwatch_engine.guidance.trial`.
+"""Processes that compile grammars which nobody has tried yet: `python -m kvwatch_engine.guidance.trial FD NICENESS`.
 
-A grammar may take minutes, much memory, or the whole stack, which ends a process. Here nothing is lost by that: whoever
-asks (`trials.py`) kills it at a deadline. Its stack is smaller than that of the server's threads, so that what it
-survives the server survives.
+A grammar may take minutes, much memory, or the whole stack, which ends a process. Here nothing is lost by that:
 
-Messages: first a `VocabularySource`, answered by a `Trial`; then `Untried` ones, each answered by a `Trial`. It ends
-when its standard input does.
+    trial process ──fork──► keeper ──fork──► worker      for each grammar
+     has the vocabulary      says how the      compiles it, and says what came of it;
+     ready; lives on         worker ended      ends itself when its time is over
+
+The worker has the vocabulary by copy-on-write, so that it begins within milliseconds. Its stack is smaller than that of
+the server's threads: what it survives the server survives. All of it but the start steps back before the model's work,
+and a worker that takes long steps back further: whoever shares its processor does not notice.
+
+Messages: first a `VocabularySource` on the socket FD, answered by a `Trial`. Then each byte on it brings a socket of
+its own for one `Untried`, answered there by a `Trial`. The trial process ends when its socket does.
 """
 
+import os
 import resource
+import select
+import signal
+import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final, NoReturn
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from kvwatch_engine.guidance.lark_size import largest_terminal
-from kvwatch_engine.guidance.messages import LENGTH_BYTES, Trial, Untried, packed
+from kvwatch_engine.guidance.messages import Silence, Trial, Untried, receive_message, send_message
 from kvwatch_engine.guidance.vocabulary import VocabularySource, make_matcher, matcher_error, one_line
 
 _STACK_BYTES: Final = 2**20
+_LONG_SECONDS: Final = 0.1
+_LONG_NICENESS: Final = 19
+"""Of a worker that has taken so long: one or two hundredths."""
 _JSON_OPTIONS: Final = {
     "item_separator": ",",
     "key_separator": ":",
@@ -80,29 +94,83 @@ def _in_own_form(untried: Untried) -> str:
             return LLMatcher.grammar_from_lark(any_to_lark(untried.text))
 
 
-def read_message(stream: BinaryIO) -> bytes:
-    """Return the next message; empty at the end."""
-    length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
-    return stream.read(length)
-
-
-def write_message(stream: BinaryIO, message: msgspec.Struct) -> None:
-    """Send a message."""
-    stream.write(packed(message))
-    stream.flush()
-
-
-def _serve(requests: BinaryIO, answers: BinaryIO, spare_bytes: int) -> None:
-    source = msgspec.msgpack.decode(read_message(requests), type=VocabularySource)
+def serve(control: socket.socket, niceness: int) -> None:
+    """Read the vocabulary, then have grammars tried, stepping back so far, until the other side ends."""
+    source = msgspec.msgpack.decode(receive_message(control), type=VocabularySource)
     try:
         vocabulary = source.build()
     except Exception as error:  # whatever the library dislikes is the answer
-        write_message(answers, Trial(error=one_line(str(error)) or type(error).__name__))
+        send_message(control, Trial(error=one_line(str(error)) or type(error).__name__))
         return
-    write_message(answers, Trial())
-    _bound_memory(spare_bytes)
-    while body := read_message(requests):
-        write_message(answers, try_grammar(vocabulary, msgspec.msgpack.decode(body, type=Untried)))
+    send_message(control, Trial())
+    os.nice(niceness)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    while True:
+        asked, sockets, *_ = socket.recv_fds(control, 1, 1)
+        if not asked:
+            return
+        with suppress(OSError), socket.socket(fileno=sockets[0]) as connection:  # no process left: silence says so
+            if os.fork() == 0:
+                control.close()
+                _end_after(_keep, vocabulary, connection)
+
+
+def _keep(vocabulary: LLTokenizer, connection: socket.socket) -> None:
+    """Have one grammar tried, and say how that ended if the worker could not."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    untried = msgspec.msgpack.decode(receive_message(connection), type=Untried)
+    worker = os.fork()
+    if worker == 0:
+        _end_after(_work, vocabulary, untried, connection)
+    if not _ends_within(worker, _LONG_SECONDS):
+        _step_back(worker)
+    _, status = os.waitpid(worker, 0)
+    if status:
+        send_message(connection, Trial(ended_by=os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0))
+
+
+def _ends_within(process: int, seconds: float) -> bool:
+    descriptor = os.pidfd_open(process)
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(seconds * 1e3))
+    finally:
+        os.close(descriptor)
+
+
+def _step_back(process: int) -> None:
+    """Lower the priority of a process, which each of its threads has for itself; it may end meanwhile."""
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), _LONG_NICENESS)
+
+
+def _work(vocabulary: LLTokenizer, untried: Untried, connection: socket.socket) -> None:
+    signal.setitimer(signal.ITIMER_REAL, untried.seconds)  # SIGALRM and SIGPROF end a process
+    signal.setitimer(signal.ITIMER_PROF, untried.cpu_seconds)
+    threading.stack_size(_STACK_BYTES)
+    trials: list[Trial] = []
+
+    def work() -> None:
+        _bound_memory(untried.spare_bytes)  # here, since the thread's own is there now
+        trials.append(try_grammar(vocabulary, untried))
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    [trial] = trials
+    send_message(connection, trial)
+
+
+def _end_after(work: Callable[..., None], *arguments: object) -> NoReturn:
+    """Do what a forked process is for, and end it without what its parent has planned for its own end."""
+    status = 1
+    try:
+        work(*arguments)
+        status = 0
+    finally:
+        os._exit(status)
 
 
 def _bound_memory(spare_bytes: int) -> None:
@@ -114,14 +182,10 @@ def _bound_memory(spare_bytes: int) -> None:
 
 
 def main() -> None:
-    """Serve until standard input ends."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it crashes by design
-    threading.stack_size(_STACK_BYTES)
-    serving = threading.Thread(
-        target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer, int(sys.argv[1])), name="guidance-trial"
-    )
-    serving.start()
-    serving.join()
+    """Serve the socket that was handed down."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # workers crash by design
+    with suppress(Silence), socket.socket(fileno=int(sys.argv[1])) as control:
+        serve(control, int(sys.argv[2]))
 
 
 if __name__ == "__main__":

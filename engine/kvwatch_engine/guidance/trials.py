@@ -1,93 +1,143 @@
 """Asks the trial process, with a deadline. Whatever becomes of it, the next grammar finds one that works."""
 
-import os
-import select
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
-from typing import IO
 
 import msgspec
 
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.guidance.grammar import Grammar, GuidanceLimits
-from kvwatch_engine.guidance.messages import LENGTH_BYTES, Trial, Untried, packed
+from kvwatch_engine.guidance.messages import Silence, Trial, Untried, receive_message, send_message
 from kvwatch_engine.guidance.vocabulary import VocabularySource
 
 _EXIT_SECONDS = 10.0
+_GRACE_SECONDS = 0.1
+"""In which a worker whose time is over can say what came of it."""
 
 
-class TrialProcessDied(Exception):
-    """The process ended before it answered."""
+class TrialStarved(Exception):
+    """A grammar had too little of a processor in its time to know whether it can be compiled."""
 
 
 class Trials:
-    """The trial process, started when it is first needed. One thread only, but for `kill`."""
+    """The trial process, started when it is first needed. Any thread; several may ask at the same time."""
 
     def __init__(self, source: VocabularySource, limits: GuidanceLimits) -> None:
         self._source = source
         self.limits = limits
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
 
-    def run(self, grammar: Grammar) -> str:
+    def run(self, grammar: Grammar, seconds: float) -> str:
         """Return a grammar in the library's own form, once it was compiled there.
 
         Raises:
-            RequestInvalid: it cannot be compiled, or not within its time and memory.
+            RequestInvalid: it cannot be compiled, or not with the processor's time and the memory that it may take.
+            TrialStarved: it had too little of a processor within `seconds` to know.
         """
-        limits = self.limits
-        process = self._started(grammar)
-        untried = Untried(grammar.kind, grammar.text, limits.max_terminal_size)
         try:
-            trial = _ask(process, untried, limits.compile_seconds)
-        except TimeoutError as error:
-            self.close()
-            raise grammar.refusal(
-                f"it takes more than {limits.compile_seconds:g} s to compile; make it simpler"
-            ) from error
-        except (TrialProcessDied, OSError) as error:
-            self.close()
-            raise grammar.refusal(
-                f"compiling it takes more than {limits.trial_bytes // 2**20} MiB of memory, or all of the stack; make "
-                "it simpler"
-            ) from error
+            trial = self._try(grammar, seconds)
+        except (Silence, OSError):  # the process has ended since the last time
+            self._note_end()
+            try:
+                trial = self._try(grammar, seconds)
+            except (Silence, OSError) as error:
+                raise _not_started(grammar) from error
+        if trial.ended_by is not None:
+            raise _refusal(grammar, trial.ended_by, self.limits)
         if trial.error:
             raise grammar.refusal(trial.error)
         return trial.compiled
 
-    def close(self) -> None:
-        """End the process, if there is one."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None, "both are pipes"
-            with suppress(OSError):  # what was not written yet has nobody to read it
-                pipe.close()
-        process.wait(_EXIT_SECONDS)
-
-    def _started(self, grammar: Grammar) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self.close()
-        command = [sys.executable, "-m", "kvwatch_engine.guidance.trial", str(self.limits.trial_bytes)]
-        process = self._process = subprocess.Popen(  # noqa: S603 - a module of ours
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    def _try(self, grammar: Grammar, seconds: float) -> Trial:
+        untried = Untried(
+            kind=grammar.kind,
+            text=grammar.text,
+            max_terminal_size=self.limits.max_terminal_size,
+            seconds=seconds,
+            cpu_seconds=self.limits.compile_cpu_seconds,
+            spare_bytes=self.limits.trial_bytes,
         )
+        with self._connect(grammar) as connection:
+            deadline = time.monotonic() + seconds + _GRACE_SECONDS
+            try:
+                connection.settimeout(seconds)
+                send_message(connection, untried)
+                return msgspec.msgpack.decode(receive_message(connection, deadline), type=Trial)
+            except TimeoutError as error:
+                raise TrialStarved from error
+
+    def close(self) -> None:
+        """End the process, if there is one. Grammars that are being tried end with their time."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        process, self._process = self._process, None
+        control, self._control = self._control, None
+        if control is not None:
+            control.close()
+        if process is not None:
+            process.kill()
+            process.wait(_EXIT_SECONDS)
+
+    def _note_end(self) -> None:
+        """Forget the process if it ends now; if it does not, one grammar found no process of its own."""
+        with self._lock, suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                self._process.wait(_GRACE_SECONDS)
+            self._close()
+
+    def _connect(self, grammar: Grammar) -> socket.socket:
+        """Return what a grammar is sent through, and answered."""
+        ours, theirs = socket.socketpair()
         try:
-            trial = _ask(process, self._source, self.limits.start_seconds)
-        except (TimeoutError, TrialProcessDied, OSError) as error:
-            self.close()
-            raise RequestInvalid(
-                f"{grammar.param}: the process that compiles grammars could not be started; send the request again",
-                param=grammar.param,
-            ) from error
+            with theirs, self._lock:
+                socket.send_fds(self._started(grammar), [b"+"], [theirs.fileno()])
+        except BaseException:
+            ours.close()
+            raise
+        return ours
+
+    def _started(self, grammar: Grammar) -> socket.socket:
+        if self._control is not None and self._process is not None and self._process.poll() is None:
+            return self._control
+        self._close()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [
+                sys.executable,
+                "-m",
+                "kvwatch_engine.guidance.trial",
+                str(theirs.fileno()),
+                str(self.limits.niceness),
+            ]
+            self._process = subprocess.Popen(  # noqa: S603 - a module of ours
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._control = ours
+        try:
+            ours.settimeout(self.limits.start_seconds)
+            send_message(ours, self._source)
+            answer = receive_message(ours, time.monotonic() + self.limits.start_seconds)
+        except (Silence, OSError) as error:
+            self._close()
+            raise _not_started(grammar) from error
+        trial = msgspec.msgpack.decode(answer, type=Trial)
         if trial.error:
-            self.close()
+            self._close()
             raise unavailable(grammar, trial.error)
-        return process
+        return ours
 
 
 def unavailable(grammar: Grammar, reason: str) -> RequestInvalid:
@@ -99,33 +149,23 @@ def unavailable(grammar: Grammar, reason: str) -> RequestInvalid:
     )
 
 
-def _ask(process: subprocess.Popen[bytes], message: msgspec.Struct, seconds: float) -> Trial:
-    """Send a message and return the answer.
+def _not_started(grammar: Grammar) -> RequestInvalid:
+    return RequestInvalid(
+        f"{grammar.param}: the process that compiles grammars could not be started; send the request again",
+        param=grammar.param,
+    )
+
+
+def _refusal(grammar: Grammar, ended_by: int, limits: GuidanceLimits) -> RequestInvalid:
+    """Return the refusal of a grammar whose worker was ended.
 
     Raises:
-        TimeoutError: it did not come in time.
-        TrialProcessDied, OSError: it will not come.
+        TrialStarved: its time was over, not that of the processor which it had.
     """
-    assert process.stdin is not None, "it is a pipe"
-    assert process.stdout is not None, "it is a pipe"
-    deadline = time.monotonic() + seconds
-    process.stdin.write(packed(message))
-    process.stdin.flush()
-    length = int.from_bytes(_read(process.stdout, LENGTH_BYTES, deadline), "little")
-    return msgspec.msgpack.decode(_read(process.stdout, length, deadline), type=Trial)
-
-
-def _read(pipe: IO[bytes], num_bytes: int, deadline: float) -> bytes:
-    """Read exactly so many bytes, past the buffer, which `poll` does not see."""
-    pieces: list[bytes] = []
-    poll = select.poll()
-    poll.register(pipe, select.POLLIN)
-    while num_bytes > 0:
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-            raise TimeoutError
-        piece = os.read(pipe.fileno(), num_bytes)
-        if not piece:
-            raise TrialProcessDied
-        pieces.append(piece)
-        num_bytes -= len(piece)
-    return b"".join(pieces)
+    if ended_by == signal.SIGALRM:
+        raise TrialStarved
+    if ended_by == signal.SIGPROF:
+        reason = f"it takes more than {limits.compile_cpu_seconds:g} s of a processor to compile"
+    else:
+        reason = f"compiling it takes more than {limits.trial_bytes // 2**20} MiB of memory, or all of the stack"
+    return grammar.refusal(f"{reason}; make it simpler")

@@ -72,10 +72,9 @@ class ChatPlanner(Planner):
                 "set tool_choice to none",
                 param=grammar.param,
             )
-        if offer.choice == "auto":
-            return None
         calls = self.prompts.tools.grammar(offer, self._token_of_grammar)
-        refuse_beside(request, calls)
+        if calls is not None:
+            refuse_beside(request, calls)
         return calls
 
     def _token_of_grammar(self, marker: str) -> int | None:

@@ -2,13 +2,19 @@
 
 import asyncio
 import json
+import os
+import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
+import psutil
 import pytest
 from guided_stage import VOCAB_SIZE, allowed_after, compile_all, compile_one, make_compiler
-from openai_server import byte_fallback_tokenizer, byte_level_tokenizer
+from openai_server import PATIENT, byte_fallback_tokenizer, byte_level_tokenizer
 
 from kvwatch_engine.contracts.errors import EngineOverloaded, GuideFailed, RequestInvalid
 from kvwatch_engine.guidance import Grammar, GuidanceLimits, GuideCompiler
@@ -197,34 +203,148 @@ def test_a_terminal_that_would_take_long_at_a_later_token_only_is_refused_by_its
     assert "stands for more than" in refusal("grammar", later)
 
 
-def test_what_takes_longer_than_its_time_is_refused() -> None:
-    """On the machine of whoever wrote this it takes half a second."""
-    names = json.dumps({"properties": {f"{i:x}": {} for i in range(3000)}})
+def trial_processes() -> list[psutil.Process]:
+    """Return the trial processes that this one has started and that live."""
+    children = psutil.Process().children()
+    return [
+        each for each in children if each.status() != psutil.STATUS_ZOMBIE and "guidance.trial" in str(each.cmdline())
+    ]
+
+
+def names_of_properties(count: int) -> Grammar:
+    """Return a schema that takes a tenth of a millisecond of a processor for each of its names, or more."""
+    names = json.dumps({"type": "object", "properties": {f"{i:x}": {} for i in range(count)}})
+    return Grammar("json_schema", names, "there")
+
+
+def test_what_takes_more_of_a_processor_than_it_may_is_refused() -> None:
+    async def use(compiler: GuideCompiler) -> None:
+        with pytest.raises(RequestInvalid, match=r"0\.05 s of a processor"):
+            await compiler.compile(names_of_properties(3000))
+
+    with_compiler(use, replace(PATIENT, compile_cpu_seconds=0.05))
+
+
+def test_who_gets_nothing_of_a_processor_in_time_is_told_to_come_back_and_may_do_so() -> None:
+    grammar = names_of_properties(3000)
 
     async def use(compiler: GuideCompiler) -> None:
-        with pytest.raises(RequestInvalid, match=r"0\.05 s"):
-            await compiler.compile(Grammar("json_schema", names))
+        await compiler.compile(NUMBER)  # the process is there
+        compiler.limits = replace(PATIENT, compile_seconds=0.01, answer_seconds=0.01)
+        with pytest.raises(EngineOverloaded, match="too busy") as error:
+            await compiler.compile(grammar)
+        assert "there" in str(error.value)
+        compiler.limits = PATIENT
+        assert (await compiler.compile(grammar)).start() is not None, "that was no refusal"
 
-    with_compiler(use, GuidanceLimits(compile_seconds=0.05))
+    with_compiler(use, replace(PATIENT, compile_cpu_seconds=60))
 
 
-def test_after_one_that_was_too_slow_the_next_gets_an_answer_of_its_own() -> None:
-    names = json.dumps({"type": "object", "properties": {f"{i:x}": {} for i in range(2500)}})
-    limits = GuidanceLimits(compile_seconds=0.05)
-    trials = Trials(VocabularySource(TOKENIZER.to_str(), VOCAB_SIZE, (END_TOKEN,)), limits)
+def test_while_all_threads_wait_for_long_ones_others_are_told_so_and_their_own_time_is_not_used_up() -> None:
+    long = [names_of_properties(3000 + number) for number in range(2)]
+
+    async def use(compiler: GuideCompiler) -> None:
+        assert (await compiler.compile(NUMBER)).start() is not None
+        waiting = [asyncio.create_task(compiler.compile(grammar)) for grammar in long]
+        for _ in range(10):  # until both have their threads
+            await asyncio.sleep(0)
+        compiler.limits = replace(compiler.limits, compile_seconds=0.05, answer_seconds=0.05)
+        with pytest.raises(EngineOverloaded, match="too busy"):
+            await compiler.compile(Grammar("regex", "[a-f]{4}", "other"))
+        assert not any(task.done() for task in waiting)
+        for task in waiting:
+            with pytest.raises(RequestInvalid, match="of a processor"):
+                await task
+        compiler.limits = PATIENT
+        assert (await compiler.compile(Grammar("regex", "[a-f]{4}", "other"))).start() is not None
+
+    with_compiler(use, replace(PATIENT, compile_cpu_seconds=0.3))
+
+
+def test_each_grammar_gets_an_answer_of_its_own_whatever_becomes_of_those_beside_it() -> None:
+    trials = Trials(VocabularySource(TOKENIZER.to_str(), VOCAB_SIZE, (END_TOKEN,)), PATIENT)
+    grammars = [NUMBER, names_of_properties(3000), Grammar("regex", "[a", "there"), Grammar("grammar", CHAIN, "there")]
     try:
-        with pytest.raises(RequestInvalid, match=r"0\.05 s"):
-            trials.run(Grammar("json_schema", names))
-        trials.limits = GuidanceLimits(compile_seconds=60)
-        with pytest.raises(RequestInvalid, match="regex"):
-            trials.run(Grammar("regex", "[a"))
-        assert "[0-9]" in trials.run(NUMBER)
+        with ThreadPoolExecutor(8) as threads:
+            asked = [threads.submit(trials.run, grammar, 60.0) for grammar in grammars * 2]
+            for number, future in enumerate(asked):
+                if number % 4 == 0:
+                    assert "[0-9]" in future.result(60)
+                else:
+                    with pytest.raises(RequestInvalid, match=("", "processor", "regex", "memory")[number % 4]):
+                        future.result(60)
     finally:
         trials.close()
 
 
+def test_a_trial_process_that_was_killed_is_started_again_and_nobody_notices() -> None:
+    trials = Trials(VocabularySource(TOKENIZER.to_str(), VOCAB_SIZE, (END_TOKEN,)), PATIENT)
+    try:
+        assert trials.run(NUMBER, 60)
+        [process] = trial_processes()
+        process.kill()
+        assert trials.run(NUMBER, 60)
+        [again] = trial_processes()
+        assert again.pid != process.pid
+    finally:
+        trials.close()
+    assert not trial_processes()
+
+
+def test_processes_that_compile_step_back_before_others_and_further_when_they_take_long() -> None:
+    limits = GuidanceLimits(compile_seconds=250, compile_cpu_seconds=0.3)
+    trials = Trials(VocabularySource(TOKENIZER.to_str(), VOCAB_SIZE, (END_TOKEN,)), limits)
+    try:
+        assert trials.run(NUMBER, 250)
+        [process] = trial_processes()
+        assert process.nice() > psutil.Process().nice()
+        with ThreadPoolExecutor(1) as threads:
+            refused = threads.submit(trials.run, names_of_properties(3000), 250.0)
+            seen: set[int] = set()
+            while not refused.done():
+                for each in process.children(recursive=True):
+                    with suppress(psutil.Error, OSError):
+                        seen |= {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in each.threads()}
+                time.sleep(0.005)
+            with pytest.raises(RequestInvalid, match="of a processor"):
+                refused.result()
+        assert max(seen) == 19
+    finally:
+        trials.close()
+
+
+def test_a_refusal_is_remembered_with_the_field_that_it_names_and_costs_nothing_again() -> None:
+    bad = [Grammar("regex", f"[{number}", "guided_regex") for number in range(3)]
+
+    async def use(compiler: GuideCompiler) -> None:
+        messages = []
+        for grammar in bad:
+            with pytest.raises(RequestInvalid) as error:
+                await compiler.compile(grammar)
+            messages.append(str(error.value))
+        [process] = trial_processes()
+        process.kill()
+        process.wait(60)
+        for grammar, message in list(zip(bad, messages, strict=True))[1:]:
+            with pytest.raises(RequestInvalid) as error:
+                await compiler.compile(grammar)
+            assert (str(error.value), error.value.param, error.value.code) == (
+                message,
+                "guided_regex",
+                "invalid_grammar",
+            )
+        assert not trial_processes(), "nobody was asked"
+        with pytest.raises(RequestInvalid, match="elsewhere"):
+            await compiler.compile(replace(bad[1], param="elsewhere"))
+        with pytest.raises(RequestInvalid):
+            await compiler.compile(bad[0])
+        assert trial_processes(), "only the last two are remembered"
+
+    with_compiler(use, replace(PATIENT, max_refusals=2))
+
+
 def test_memory_that_a_grammar_may_take_is_bounded() -> None:
-    message = refusal("json_schema", MANY_NAMES, GuidanceLimits(compile_seconds=120, trial_bytes=2**20))
+    message = refusal("json_schema", MANY_NAMES, replace(PATIENT, compile_cpu_seconds=120, trial_bytes=2**20))
 
     assert "memory" in message
 
@@ -272,7 +392,7 @@ def test_the_cache_keeps_those_that_were_used_last() -> None:
             await compiler.compile(Grammar("regex", f"a{number}", ""))
         assert await compiler.compile(NUMBER) is not first
 
-    with_compiler(use, GuidanceLimits(max_cached=3))
+    with_compiler(use, replace(PATIENT, max_cached=3))
 
 
 def test_more_waiting_grammars_than_the_limit_are_told_to_come_back() -> None:
@@ -284,7 +404,7 @@ def test_more_waiting_grammars_than_the_limit_are_told_to_come_back() -> None:
         await asyncio.gather(*waiting)
         await compiler.compile(NUMBER)
 
-    with_compiler(use, GuidanceLimits(max_pending=2))
+    with_compiler(use, replace(PATIENT, max_pending=2))
 
 
 def test_who_does_not_wait_any_more_leaves_it_to_the_others() -> None:

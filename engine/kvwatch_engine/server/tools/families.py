@@ -71,12 +71,38 @@ class Family:
         start = f'one ("{more}" one)*' if is_parallel else "one"
         if self.name == "mistral":
             start = f'{begin} "[" {start} "]"'
+        return "\n".join([f"start: {start}", f"one: {one}", *self._call_rules(tools), ""])
+
+    def grammar_of_texts(
+        self, tools: Sequence["OfferedTool"], written: Callable[[str], str], *, is_parallel: bool
+    ) -> str:
+        """Return a Lark grammar of texts in which what stands behind a marker is a call, and all else is free.
+
+        A family whose calls need no marker has none: nothing tells their beginning from that of a text.
+
+        Args:
+            tools: functions that may be called.
+            written: how the grammar writes a marker: as a text in quotes, or as a special token.
+            is_parallel: whether there may be several calls.
+        """
+        assert not self.is_bare, "its calls need no marker"
+        begin = written(self.begin)
+        # The text before a marker ends with it; before a token that has no text it ends by itself.
+        opened = f"opened[lazy]: TEXT {begin}" if begin.startswith('"') else f"opened: TEXT {begin}"
+        calls = f"opened BLANK call BLANK {written(self.ends[0])}"
+        if self.name == "mistral":
+            calls = 'opened BLANK "[" call ("," BLANK call)* "]"' if is_parallel else 'opened BLANK "[" call "]"'
+        start = "calls* TEXT" if is_parallel else "calls? TEXT"
+        rules = [f"start: {start}", f"calls: {calls}", opened, *self._call_rules(tools)]
+        return "\n".join([*rules, r"TEXT: /(.|\n)*/", r"BLANK: /[ \n]{0,4}/", ""])
+
+    def _call_rules(self, tools: Sequence["OfferedTool"]) -> list[str]:
         calls = " | ".join(f"call{place}" for place in range(len(tools)))
-        rules = [f"start: {start}", f"one: {one}", f"call: {calls}"]
+        rules = [f"call: {calls}"]
         for place, tool in enumerate(tools):
             head = quoted(f'{{"name": "{tool.name}", "{self.arguments_key}": ')
             rules.append(f'call{place}: {head} %json {tool.schema_json} "}}"')
-        return "\n".join([*rules, ""])
+        return rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +112,8 @@ class OfferedTool:
     name: str
     schema_json: str
     """JSON Schema of its arguments."""
+    is_strict: bool = False
+    """Whether they have to fit it even if nothing has to be called."""
 
 
 def quoted(text: str) -> str:

@@ -18,6 +18,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _GUIDED: Final = "x-guidance"
 """A key of schemas by which the grammar library could be told to take them less seriously."""
 _NO_ARGUMENTS: Final[dict[str, object]] = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_ARGUMENTS: Final[dict[str, object]] = {"type": "object"}
 _JSON_OPTIONS: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Arguments are written as Python's json module writes them, which is how the models have seen them."""
 
@@ -72,10 +73,15 @@ def offer_of(
     if tool_choice == "none":
         return None
     wanted = _wanted(tool_choice, names)
+    choice: Choice = "auto" if tool_choice in (None, "auto") else "required"
     return Offer(
         functions=tuple(functions),
-        callable=tuple(_offered(function) for function in functions if wanted in (None, function.name)),
-        choice="auto" if tool_choice in (None, "auto") else "required",
+        callable=tuple(
+            _offered(function, is_required=choice == "required")
+            for function in functions
+            if wanted in (None, function.name)
+        ),
+        choice=choice,
         is_parallel=parallel_tool_calls is not False and wanted is None,
     )
 
@@ -120,9 +126,12 @@ def _function(tool: Tool, param: str, limits: GuidanceLimits) -> FunctionDefinit
     return function
 
 
-def _offered(function: FunctionDefinition) -> OfferedTool:
-    schema = {**(function.parameters or _NO_ARGUMENTS), _GUIDED: _JSON_OPTIONS}
-    return OfferedTool(function.name, msgspec.json.encode(schema).decode())
+def _offered(function: FunctionDefinition, *, is_required: bool) -> OfferedTool:
+    """Return a function as it may be called: what is neither required nor strict takes any object."""
+    is_kept = is_required or function.strict
+    parameters = (function.parameters or _NO_ARGUMENTS) if is_kept else _ANY_ARGUMENTS
+    schema = {**parameters, _GUIDED: _JSON_OPTIONS}
+    return OfferedTool(function.name, msgspec.json.encode(schema).decode(), bool(function.strict))
 
 
 def _plain(function: FunctionDefinition) -> dict[str, object]:

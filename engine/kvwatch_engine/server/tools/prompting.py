@@ -69,20 +69,26 @@ class ToolPrompting:
                 written = [{"role": "system", "content": text}, *written]
         return written, None
 
-    def grammar(self, offer: Offer, token_of: Callable[[str], int | None]) -> Grammar:
-        """Return the grammar of texts that call what is offered.
+    def grammar(self, offer: Offer, token_of: Callable[[str], int | None]) -> Grammar | None:
+        """Return the grammar of texts that call what is offered; none if the model may write what it likes.
+
+        What need not be called is kept to from a call's marker on, if one of the functions is strict and there is a
+        marker.
 
         Args:
             offer: what may be called.
             token_of: gives the token that a grammar must name instead of a marker's text; none if the text will do.
         """
+        is_free = offer.choice == "auto"
+        if is_free and (self.family.is_bare or not any(tool.is_strict for tool in offer.callable)):
+            return None
 
         def written(marker: str) -> str:
             token_id = token_of(marker)
             return quoted(marker) if token_id is None else f"<[{token_id}]>"
 
-        text = self.family.grammar(offer.callable, written, is_parallel=offer.is_parallel)
-        return Grammar("lark", text, "tools")
+        write = self.family.grammar_of_texts if is_free else self.family.grammar
+        return Grammar("lark", write(offer.callable, written, is_parallel=offer.is_parallel), "tools")
 
 
 def _family_of(template: ChatTemplate) -> Family:
