@@ -10,7 +10,7 @@ from peers.stage import running
 from peers.trial import run_trial, warm_up
 from tiny_models import make_shallow_model
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_a_load_is_asked_whole_and_shared_prefixes_are_found(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ a folder, so that short runs add up:
     make bench-peers ARGS="--add --loads burst --rounds 2"     adds to the trials of earlier runs
     make bench-peers ARGS="--report"                           says again what the trials say
 
-Exits 1 when a target is missed, 2 when the machine is busy.
+Exits 1 when a target is missed, 2 when the machine is busy, 3 when a server failed, 130 when it was interrupted.
 """
 
 import argparse
@@ -36,13 +36,14 @@ from peers.trial import run_trial, warm_up
 from kvwatch_engine.model.sources import resolve_source
 
 SIDES = (KVWATCH, *VLLMS, TRANSFORMERS)
-EXIT_MISSED, EXIT_BUSY, EXIT_FAILED = 1, 2, 3
+EXIT_MISSED, EXIT_BUSY, EXIT_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 
 def main() -> None:
     """Run."""
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_FAILED))  # so that the servers end with this process
+    # So that the servers end with this process: whatever runs knows what to do when it is interrupted.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     folder: Path = options.out
     folder.mkdir(parents=True, exist_ok=True)
     model = resolve_source(options.model).folder
@@ -55,6 +56,12 @@ def main() -> None:
         except ServerFailed as error:
             sys.stderr.write(f"{error}\n")
             sys.exit(EXIT_FAILED)
+        except KeyboardInterrupt:
+            sys.stderr.write("interrupted; the trials until then are kept\n")
+            sys.exit(EXIT_INTERRUPTED)
+    if not results.trials:
+        sys.stderr.write(f"{folder} holds no trials; measure some first\n")
+        sys.exit(EXIT_FAILED)
     sys.exit(_report(folder, results, model_size(model)))
 
 
@@ -72,6 +79,8 @@ def _options() -> argparse.Namespace:
     add("--report", action="store_true", help="measure nothing; report the trials of earlier runs")
     add("--even-if-busy", action="store_true", help="run beside other work; the figures are then worth nothing")
     add("--vllm-python", type=Path, help="interpreter of an environment with vLLM's CPU build")
+    add("--vllm-env", type=_variable, action="append", default=[], metavar="NAME=VALUE",
+        help="environment variable for vllm, to try it; repeatable")  # fmt: skip
     add("--vllm-eager", action="store_true", help="do not let vLLM compile")
     add("--transformers-python", type=Path, help="interpreter of an environment with transformers[serving]")
     for side in (KVWATCH, VLLM, TRANSFORMERS):
@@ -82,6 +91,13 @@ def _options() -> argparse.Namespace:
         if side in needed and needed[side] is None and not options.report:
             parser.error(f"{side} needs an interpreter: see --help, or leave it out with --sides")
     return options
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, has_value, value = text.partition("=")
+    if not (name and has_value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE")
+    return name, value
 
 
 def _names(known: Sequence[str] | dict[str, Load]) -> Callable[[str], list[str]]:
@@ -148,8 +164,12 @@ def _sides(options: argparse.Namespace, model: Path) -> list[Side]:
         elif name == TRANSFORMERS:
             made.append(transformers_side(model, options.transformers_python, options.transformers_args))
         else:
-            eager = options.vllm_eager
-            made.append(vllm_side(name, model, options.vllm_python, is_eager=eager, more=options.vllm_args))
+            made.append(
+                vllm_side(
+                    name, model, options.vllm_python, is_eager=options.vllm_eager, more=options.vllm_args,
+                    variables=dict(options.vllm_env),
+                )
+            )  # fmt: skip
     return made
 
 

