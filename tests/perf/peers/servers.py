@@ -53,6 +53,11 @@ class Server:
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                 env=kept | dict(environment), start_new_session=True,
             )  # fmt: skip
+        self._guard = subprocess.Popen(
+            ["sh", "-c", f"read -r _ || kill -s KILL -- -{self._process.pid}"], stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        """Ends the server if this process dies without doing so: its end of the pipe then closes."""
 
     def wait_ready(self, url: str) -> float:
         """Wait until `url` answers with 200; return after how many seconds.
@@ -78,7 +83,7 @@ class Server:
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def end(self) -> None:
-        """End it: politely, and if that takes too long, not."""
+        """End it: politely, and if that takes too long, not. Ending it again does nothing."""
         with suppress(ProcessLookupError):
             self.thaw()
             self._process.terminate()
@@ -86,6 +91,8 @@ class Server:
                 self._process.wait(_END_SECONDS)
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_END_SECONDS)
+        if self._guard.poll() is None:
+            self._guard.communicate(b"ended\n", _END_SECONDS)
 
     def cpu_seconds(self) -> float:
         """Return the processor time that its processes have taken."""

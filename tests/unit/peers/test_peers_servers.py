@@ -1,4 +1,5 @@
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -63,6 +64,31 @@ def test_a_frozen_server_ends_with_its_children(running: Running) -> None:
     running.server.end()
 
     gone, alive = psutil.wait_procs(running.processes, timeout=60)
+    assert len(gone) == 2, alive
+
+
+def test_a_frozen_server_does_not_outlive_whoever_started_it(tmp_path: Path) -> None:
+    port = free_port()
+    start = (
+        "import os, pathlib, signal, sys; from peers.servers import Server\n"
+        f"server = Server([sys.executable, '-c', {PARENT + SERVE!r}, '{port}'], {{'GREETING': 'bye'}},"
+        f" pathlib.Path({str(tmp_path / 'log')!r}), is_ours=False)\n"
+        f"server.wait_ready('http://127.0.0.1:{port}/'); server.freeze(); print('up', flush=True); signal.pause()"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parents[2] / "perf"), os.environ.get("PYTHONPATH", "")])
+    starter = subprocess.Popen(
+        [sys.executable, "-c", start], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths}
+    )  # fmt: skip
+    assert starter.stdout is not None
+    assert starter.stdout.readline() == b"up\n"
+    servers = [
+        each for each in psutil.Process(starter.pid).children(recursive=True) if each.environ().get("GREETING") == "bye"
+    ]
+
+    starter.kill()
+    starter.communicate()
+
+    gone, alive = psutil.wait_procs(servers, timeout=60)
     assert len(gone) == 2, alive
 
 
