@@ -16,7 +16,15 @@ from kvwatch_engine.contracts.errors import GuideFailed
 from kvwatch_engine.contracts.request import GenerationRequest, PromptLogprobs
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.settings import EngineSettings
-from kvwatch_engine.contracts.step import Candidates, Int64Array, SampleRow, ScoredSpan, StepInput, StepResult
+from kvwatch_engine.contracts.step import (
+    Candidates,
+    Int64Array,
+    OperationTimes,
+    SampleRow,
+    ScoredSpan,
+    StepInput,
+    StepResult,
+)
 from kvwatch_engine.contracts.tiers import Tiers
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.memory.block_hash import root_hash
@@ -42,6 +50,11 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         self.now_ns += int(seconds * 1e9)
+
+
+def _operation_times(num_tokens: int) -> OperationTimes:
+    """Return times that differ from operation to operation, though the clock stands still."""
+    return OperationTimes(*(num_tokens * each for each in (70, 20, 5, 4, 3)))
 
 
 class NullModel:
@@ -91,6 +104,8 @@ class NullModel:
         return StepResult(
             token_ids=tokens, logprobs=[None] * len(tokens), forward_ns=0, sample_ns=0, errors=errors,
             candidates=candidates, scored=tuple(self.score(step, span) for span in step.scored),
+            operations=None if step.adapters else _operation_times(step.num_tokens),
+            logits_ns=11 * len(step.sample_rows),
         )  # fmt: skip
 
     def score(self, step: StepInput, span: ScoredSpan) -> PromptLogprobs:

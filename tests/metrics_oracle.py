@@ -245,6 +245,10 @@ class Oracle(Book):
             raise
         for phase, duration in {"forward": result.forward_ns, "sample": result.sample_ns}.items():
             self.observe(m.STEP_DURATION, duration, phase)
+        times = {} if result.operations is None else result.operations._asdict()
+        for name, duration in {**times, "logits_ns": result.logits_ns}.items():
+            if duration is not None:
+                self.add(m.FORWARD_OPERATION_SECONDS, duration, name.removesuffix("_ns"))
         return result
 
     def _apply(self, call: Callable[..., Any], scheduled: Any, result: StepResult) -> Any:
@@ -262,7 +266,7 @@ class Oracle(Book):
             self.add(m.SPEC_DECODE_DRAFTS)
             self.add(m.SPEC_DECODE_DRAFT_TOKENS, num_accepted, "accepted")
             self.add(m.SPEC_DECODE_DRAFT_TOKENS, num_proposed - num_accepted, "rejected")
-        for phase in ("schedule", "apply"):
+        for phase in ("schedule", "build", "apply"):
             self.observe(m.STEP_DURATION, 0, phase)
         self._complete()
         return applied
@@ -358,7 +362,7 @@ class Oracle(Book):
         expected = {key: number for key, number in self.gauges(offset_ns).items() if key[0] not in left_out}
         found += _unequal(gauges, expected)
         counters = {(s.metric, s.labels): s.value for s in view.counters if s.metric not in NOT_FROM_THE_ENGINE}
-        divisors = {m.KV_STALL_SECONDS: 1e9}
+        divisors = {m.KV_STALL_SECONDS: 1e9, m.FORWARD_OPERATION_SECONDS: 1e9}
         counted = {key: amount / divisors.get(key[0], 1) for key, amount in self.counts.items()}
         found += _unequal(counters, dict.fromkeys(counters, 0.0) | counted)
         for sample in view.histograms:

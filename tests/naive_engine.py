@@ -334,6 +334,9 @@ class NaiveEngine:
             num_running=len(self.running),
             num_waiting=len(self.waiting) + len(self.swapped),
             waiting_for=dict(Counter(self.reasons.values()) if self.reasons else self.waiting_for),
+            build_ns=MS // 4,
+            linear_ns=3 * MS,
+            logits_ns=MS // 2,
         )
         for name, change in changes.items():
             setattr(event, name, getattr(event, name) + change)

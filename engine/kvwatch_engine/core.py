@@ -309,10 +309,8 @@ class EngineCore:
         computed_at = self._last_step_ns = log.begin(scheduled.input.step)
         applied = self.scheduler.apply(scheduled, result)
         if log.active:
-            durations = StepDurations(
-                schedule_ns, result.forward_ns, result.sample_ns, log.clock.monotonic_ns() - computed_at
-            )
-            log.append(self.scheduler.completed_event(scheduled, applied, durations))
+            durations = StepDurations(schedule_ns, log.clock.monotonic_ns() - computed_at)
+            log.append(self.scheduler.completed_event(scheduled, result, applied, durations))
         return applied.outputs
 
     def _fail(self, scheduled: ScheduledStep, error: Exception) -> list[SequenceOutput]:

@@ -156,8 +156,7 @@ class ForwardProgram:
         self._attention: dict[tuple[int, int | None], list[int]] = defaultdict(list)
         for index, layer in enumerate(layers):
             self._add_layer(layer, is_first=index == 0)
-        self._program = Program(self._calls)
-        self._kinds = np.array(self._operations)
+        self._program = Program(self._calls, self._operations)
         self._count_places = np.concatenate([self._places(calls, field) for field, calls in self._counts.items()])
         self._slot_places: dict[int, list[Int64Array]] = defaultdict(list)
         for (group, field), calls in self._slots.items():
@@ -204,10 +203,14 @@ class ForwardProgram:
                 assert compiled is not None, "as before the run"
                 compiled.check_fault(int(faults[first]), int(params[places[first, FAULT_VALUE]]), num_tokens)
 
-    def durations_ns(self) -> dict[Operation, int]:
-        """Return what each kind of operation took in the last run; all 0 where the processor has no clock to read."""
-        sums = np.bincount(self._kinds, self._program.shares(), minlength=len(OPERATIONS)) * self._program.duration_ns
-        return dict(zip(OPERATIONS, sums.astype(np.int64).tolist(), strict=True))
+    def durations_ns(self) -> dict[Operation, int] | None:
+        """Return what each kind of operation took in the last run; none where the processor has no clock to read."""
+        durations = self._program.durations_ns()
+        return None if durations is None else dict(zip(OPERATIONS, durations, strict=True))
+
+    def num_calls(self) -> dict[Operation, int]:
+        """Return how many calls of each kind a run makes."""
+        return {operation: self._operations.count(index) for index, operation in enumerate(OPERATIONS)}
 
     # ------------------------------------------------------------------ layout
 

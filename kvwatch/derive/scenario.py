@@ -148,6 +148,13 @@ def _completed(
         num_running=requests[0],
         num_waiting=requests[1],
         waiting_for=waiting_for or {},
+        build_ns=MS // 4,
+        linear_ns=9 * MS,
+        attention_ns=3 * MS,
+        rotary_ns=MS // 4,
+        norm_ns=MS // 4,
+        activation_ns=MS // 2,
+        logits_ns=3 * MS,
     )
 
 

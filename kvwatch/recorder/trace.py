@@ -1,8 +1,9 @@
 """A recording as a trace in Chrome's JSON form, which Perfetto and chrome://tracing open.
 
 Requests are tracks with slices (queue, prefill, decode, preempted, and `running` where the recording begins in the
-middle of one); steps are a track of their own; blocks and requests by state are counters, taken from the ledger at
-each step's end. Does not know how recordings are stored.
+middle of one); steps are a track of their own, with their phases and the operations of the
+forward pass within them; blocks and requests by state are counters, taken from the ledger at each step's end. Does not
+know how recordings are stored.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,7 +73,7 @@ def entries(recording: Recording) -> Iterator[Entry]:
             time_ns = item.time_ns
             yield from tracks.take(item)
             if isinstance(item, ev.StepCompleted):
-                yield _step(item)
+                yield from _step(item)
                 if replay.ledger.is_loaded:
                     yield from _counters(replay.ledger)
     yield from tracks.end_all(time_ns)
@@ -166,14 +167,35 @@ def _counters(ledger: Ledger) -> Iterator[Entry]:
     }  # fmt: skip
 
 
-def _step(event: ev.StepCompleted) -> Entry:
+def _step(event: ev.StepCompleted) -> Iterator[Entry]:
     phases = {
-        "schedule": event.schedule_ns, "forward": event.forward_ns, "sample": event.sample_ns, "apply": event.apply_ns,
+        "schedule": event.schedule_ns, "build": event.build_ns or 0, "forward": event.forward_ns,
+        "sample": event.sample_ns, "apply": event.apply_ns,
     }  # fmt: skip
     # The event is stamped when its results are applied, that is after everything but the last phase.
     end_ns = event.time_ns + event.apply_ns
+    begin_ns = end_ns - sum(phases.values())
     args = {f"{name}_us": ns / NS_PER_US for name, ns in phases.items()}
-    return _slice(ENGINE, STEPS_TRACK, f"step {event.step}", (end_ns - sum(phases.values()), end_ns), args)
+    yield _slice(ENGINE, STEPS_TRACK, f"step {event.step}", (begin_ns, end_ns), args)
+    for name, ns in phases.items():
+        if not ns:
+            continue
+        yield _slice(ENGINE, STEPS_TRACK, name, (begin_ns, begin_ns + ns), {})
+        if name == "forward":
+            yield from _operations(event, begin_ns)
+        begin_ns += ns
+
+
+def _operations(event: ev.StepCompleted, begin_ns: int) -> Iterator[Entry]:
+    """Return the parts of a forward pass, one after the other: layer by layer they alternate, which nobody measures."""
+    parts = {
+        "linear": event.linear_ns, "attention": event.attention_ns, "rotary": event.rotary_ns, "norm": event.norm_ns,
+        "activation": event.activation_ns, "logits": event.logits_ns,
+    }  # fmt: skip
+    for name, ns in parts.items():
+        if ns is not None:
+            yield _slice(ENGINE, STEPS_TRACK, name, (begin_ns, begin_ns + ns), {})
+            begin_ns += ns
 
 
 def _slice(process: int, track: int, name: str, times_ns: tuple[int, int], args: dict[str, Any]) -> Entry:

@@ -53,7 +53,7 @@ class Triggers:
         return _burst(self._failures, event, "allocation-failure-burst") if event.reason == "growth" else None
 
     def _step_completed(self, event: ev.StepCompleted) -> str | None:
-        taken_ns = event.schedule_ns + event.forward_ns + event.sample_ns + event.apply_ns
+        taken_ns = event.schedule_ns + (event.build_ns or 0) + event.forward_ns + event.sample_ns + event.apply_ns
         return "slow-step" if taken_ns > self._slow_ns else None
 
 

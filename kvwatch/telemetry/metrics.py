@@ -343,7 +343,13 @@ DECODE_SECONDS = _histogram(
 # ---------------------------------------------------------------- engine
 STEP_DURATION = _histogram(
     "step_seconds", "Duration of a step by phase.", "seconds", STEP_SECONDS, ("phase",), moves="At every step.",
-    action="schedule and apply are the engine itself, forward and sample the model.",
+    action="schedule, build and apply are the engine itself, forward and sample the model.",
+)  # fmt: skip
+FORWARD_OPERATION_SECONDS = _counter(
+    "forward_operation_seconds", "Time of forward passes by kind of operation.", "seconds", ("operation",),
+    moves="At every step whose layers run as one call: on a CPU, without LoRA adapters; logits at every step on a CPU.",
+    action="Divide by the growth of step_seconds_sum{phase=\"forward\"}: linear and logits read the weights, attention "
+    "the KV cache.",
 )  # fmt: skip
 STEP_TOKENS = _histogram(
     "step_tokens", "Tokens computed in a step.", "tokens", TOKENS, moves="At every step.",

@@ -116,6 +116,13 @@ class DecodingEngine:
                 num_running=NUM_SEQUENCES,
                 num_waiting=0,
                 waiting_for={},
+                build_ns=200_000,
+                linear_ns=4_000_000,
+                attention_ns=2_000_000,
+                rotary_ns=500_000,
+                norm_ns=500_000,
+                activation_ns=600_000,
+                logits_ns=1_200_000,
             )
         )
 

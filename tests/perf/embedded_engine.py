@@ -17,6 +17,7 @@ from kvwatch.telemetry.snapshot import EngineSnapshot
 from kvwatch_engine.contracts.request import GenerationRequest
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.settings import EngineSettings
+from kvwatch_engine.contracts.step import StepExecutor
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.loader import LoadedModel, load_model
@@ -37,8 +38,18 @@ def make_core(
     max_num_seqs: int = 16,
     num_blocks: int = 2048,
     enable_prefix_cache: bool = True,
+    watch: Callable[[ModelRunner], StepExecutor] = lambda runner: runner,
 ) -> EngineCore:
-    """Return an engine as `kvwatch serve` builds it, warmed up."""
+    """Return an engine as `kvwatch serve` builds it, warmed up.
+
+    Args:
+        model: what it serves.
+        log: where its events go.
+        max_num_seqs: most sequences of a step.
+        num_blocks: of the pool, the null block included.
+        enable_prefix_cache: as in `EngineSettings`.
+        watch: makes what stands between the engine and what computes its steps.
+    """
     settings = EngineSettings(
         num_blocks=num_blocks,
         groups=model.info.groups,
@@ -53,7 +64,7 @@ def make_core(
     )
     runner = ModelRunner(model, KVCache(model.cache_spec(settings.block_size), num_blocks))
     runner.warm_up(settings.max_batch_tokens)
-    return EngineCore(settings, runner, log, block_bytes=runner.kv_cache.spec.block_bytes)
+    return EngineCore(settings, watch(runner), log, block_bytes=runner.kv_cache.spec.block_bytes)
 
 
 def random_prompts(count: int, num_tokens: int, seed: int) -> list[tuple[int, ...]]:

@@ -24,6 +24,20 @@ _STEP = Panel(
     unit="s",
     queries=(Query(q.quantile(0.99, m.STEP_DURATION, "phase"), "p99 {{phase}}"),),
 )
+_OPERATIONS = Panel(
+    title="Time of the forward pass by operation",
+    unit="percentunit",
+    kind="stack",
+    queries=(
+        Query(
+            f"sum by (operation) ({q.rate(m.FORWARD_OPERATION_SECONDS, 'operation')}) / ignoring (operation) group_left ()"
+            f" sum({q.observations(m.STEP_DURATION, part='_sum', phase='forward')})",
+            "{{operation}}",
+        ),
+    ),
+    about="Parts of the time that the model's layers and logits take; what is missing of 100 % is between them, or in steps"
+    " that are computed layer by layer. linear and logits read the weights, attention reads the KV cache.",
+)
 _FINISHED = Panel(
     title="Requests that ended, by reason",
     unit="reqps",
@@ -89,7 +103,7 @@ LATENCY = Board(
     rows=(
         Row("What users wait for", (shared.TTFT, shared.ITL, _times("End to end", m.END_TO_END, has_exemplars=True))),
         Row("Where the time goes", (_times("In the queue", m.QUEUE_SECONDS), _times("Prefill", m.PREFILL_SECONDS), _times("Decode", m.DECODE_SECONDS))),
-        Row("Steps", (_STEP, _sizes("Tokens of a step", m.STEP_TOKENS), _sizes("Sequences of a step", m.BATCH_SIZE), _ERRORS)),
+        Row("Steps", (_STEP, _OPERATIONS, _sizes("Tokens of a step", m.STEP_TOKENS), _sizes("Sequences of a step", m.BATCH_SIZE), _ERRORS)),
         Row("Speculation", (_DRAFTS, _PER_DRAFT)),
         Row("Requests", (shared.STATES, _FINISHED, _REJECTED, _TENANTS, _ADAPTERS)),
         Row("What they send", (_TOKENS, _sizes("Prompt length", m.REQUEST_PROMPT_TOKENS), _sizes("Answer length", m.REQUEST_GENERATED_TOKENS))),

@@ -48,8 +48,8 @@ MODEL_SHARE = Panel(
             "{{phase}}",
         ),
     ),
-    about="Where the time of steps goes. Mostly forward while requests wait for tokens: bound by compute. Mostly schedule and"
-    " apply: steps are too small, raise --max-batch-tokens.",
+    about="Where the time of steps goes. Mostly forward while requests wait for tokens: bound by compute. Mostly schedule,"
+    " build and apply: steps are too small, raise --max-batch-tokens.",
 )
 PREEMPTIONS = Panel(
     title="Preemptions by mode and reason",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -120,6 +120,16 @@ class Candidates:
     """Of each as the model gave it, if asked for."""
 
 
+class OperationTimes(NamedTuple):
+    """What each kind of operation took in the layers of one forward pass, in ns; see `StepCompleted`."""
+
+    linear_ns: int
+    attention_ns: int
+    rotary_ns: int
+    norm_ns: int
+    activation_ns: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What came out of one step, row by row of `StepInput.sample_rows`."""
@@ -136,6 +146,10 @@ class StepResult:
     """Row -> continuations, for rows that asked for them."""
     scored: tuple[PromptLogprobs, ...] = ()
     """One for each of `StepInput.scored`."""
+    operations: OperationTimes | None = None
+    """Parts of `forward_ns`; none where that is not known."""
+    logits_ns: int | None = None
+    """Part of `forward_ns`; none where that is not known."""
 
 
 class StepExecutor(Protocol):

@@ -1,15 +1,16 @@
 """Runs one step: block copies, forward pass, sampling."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvwatch_engine.contracts.cache import BlockLayout, KVCacheSpec, KVDtype
 from kvwatch_engine.contracts.request import PromptLogprobs
-from kvwatch_engine.contracts.step import Int64Array, StepInput, StepResult
+from kvwatch_engine.contracts.step import Int64Array, OperationTimes, StepInput, StepResult
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention, warm_up_attention
 from kvwatch_engine.model.decoder import StepAdapters, StepImages
@@ -20,12 +21,24 @@ from kvwatch_engine.model.loader import LoadedModel
 from kvwatch_engine.model.prompt_logprobs import NEVER, PromptScorer
 from kvwatch_engine.model.sampler import sample
 from kvwatch_engine.model.whole_forward import WholeForward
+from kvwatch_kernels.forward import Operation
 
 _DEVICE_BLOCK_SIZE = 8
 """What block sizes are multiples of on a GPU."""
 
 _WARM_UP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 256)
 """Numbers of tokens in one step whose matrix products are prepared at start, if they can occur at all."""
+
+
+class _Forward(NamedTuple):
+    """What a forward pass brought."""
+
+    logits: torch.Tensor
+    """f32[num_sampled, vocab_size], CPU."""
+    scored: tuple[PromptLogprobs, ...]
+    """One for each of the step's scored spans."""
+    operations: OperationTimes | None = None
+    logits_ns: int | None = None
 
 
 class ModelRunner:
@@ -49,6 +62,10 @@ class ModelRunner:
     def runs_whole_steps(self) -> bool:
         """Whether the layers of a step without LoRA adapters run as one call; see `WholeForward`."""
         return self._whole is not None
+
+    def num_calls(self) -> Mapping[Operation, int]:
+        """Return how many calls of each kind the layers of a step make; nothing where layers run one by one."""
+        return {} if self._whole is None else self._whole.num_calls()
 
     def rebind(self, kv_cache: KVCache) -> None:
         """Use another cache from the next step on; what the old one holds is not moved.
@@ -147,9 +164,9 @@ class ModelRunner:
         if len(step.copy_sources):
             (self._device or self._kv_cache).copy_blocks(step.copy_sources, step.copy_destinations)
         sampled, logits_rows = np.unique(step.sample_indices, return_inverse=True)
-        logits, scored = self._forward(step, sampled)
+        forward = self._forward(step, sampled)
         forwarded = time.perf_counter_ns()
-        samples = sample(logits, step.sample_rows, logits_rows.tolist())
+        samples = sample(forward.logits, step.sample_rows, logits_rows.tolist())
         return StepResult(
             token_ids=samples.token_ids,
             logprobs=samples.logprobs,
@@ -157,7 +174,9 @@ class ModelRunner:
             sample_ns=time.perf_counter_ns() - forwarded,
             errors=samples.errors,
             candidates=samples.candidates,
-            scored=scored,
+            scored=forward.scored,
+            operations=forward.operations,
+            logits_ns=forward.logits_ns,
         )
 
     def warm_up(self, max_tokens: int, kv_dtypes: Iterable[KVDtype] = ()) -> None:
@@ -183,36 +202,35 @@ class ModelRunner:
             self._forward(idle_step(num_tokens, len(info.groups)), np.arange(num_tokens, dtype=np.int64))
 
     @torch.inference_mode()
-    def _forward(self, step: StepInput, sampled: Int64Array) -> tuple[torch.Tensor, tuple[PromptLogprobs, ...]]:
-        """Return the logits of the packed tokens that `sampled` names, and what is wanted of prompts.
-
-        Returns:
-            f32[len(sampled), vocab_size] on the CPU, and one for each of the step's scored spans.
-        """
+    def _forward(self, step: StepInput, sampled: Int64Array) -> _Forward:
+        """Return the logits of the packed tokens that `sampled` names, and what is wanted of prompts."""
         adapters = self._model.adapters.of_step(step.adapters) if step.adapters else None
         encoder = self._model.images
         images = encoder.of_step(step.images) if encoder is not None and step.images else None
-        scored: tuple[PromptLogprobs, ...] = ()
         if self._device is None:
-            logits, scored = self._compute(step, sampled, adapters, images)
+            forward = self._compute(step, sampled, adapters, images)
         elif step.scored:
-            logits, scored = self._device.logits_and_scores(step, sampled, self._scorer, adapters, images)
+            forward = _Forward(*self._device.logits_and_scores(step, sampled, self._scorer, adapters, images))
         else:
-            logits = self._device.logits(step, sampled, adapters, images)
+            forward = _Forward(self._device.logits(step, sampled, adapters, images), ())
         if encoder is not None:
-            logits[:, encoder.input.placeholder_id] = NEVER  # no image would stand behind it
-        return logits, scored
+            forward.logits[:, encoder.input.placeholder_id] = NEVER  # no image would stand behind it
+        return forward
 
     def _compute(
         self, step: StepInput, sampled: Int64Array, adapters: StepAdapters | None, images: StepImages | None
-    ) -> tuple[torch.Tensor, tuple[PromptLogprobs, ...]]:
+    ) -> _Forward:
         decoder = self._model.decoder
         # torch.tensor copies: it may then not mind that the step's arrays are read-only.
         attention = StepAttention.of_step(self._kv_cache, step, self._places)
         token_ids, positions = torch.tensor(step.token_ids), torch.tensor(step.positions)
         if self._whole is not None and adapters is None:
             hidden = self._whole.hidden_states(token_ids, positions, attention, images)
+            operations = self._whole.operation_times()
         else:
+            operations = None
             hidden = decoder.hidden_states(token_ids, positions, attention, adapters, images)
         scored = self._scorer.score(hidden, step.scored) if step.scored else ()
-        return decoder.logits(hidden[torch.tensor(sampled)]), scored
+        started = time.perf_counter_ns()
+        logits = decoder.logits(hidden[torch.tensor(sampled)])
+        return _Forward(logits, scored, operations, time.perf_counter_ns() - started)

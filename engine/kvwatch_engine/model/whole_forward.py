@@ -8,6 +8,7 @@ from typing import Self
 
 import torch
 
+from kvwatch_engine.contracts.step import OperationTimes
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention
 from kvwatch_engine.model.causal_model import CausalModel
@@ -66,10 +67,18 @@ class WholeForward:
         program.run(attention.batches, attention.slots, num_tokens)
         return hidden.add_(program.added[:num_tokens])
 
-    def durations_ns(self) -> dict[Operation, int]:
-        """Return what each kind of operation took in the last call; see `ForwardProgram.durations_ns`."""
+    def operation_times(self) -> OperationTimes | None:
+        """Return what each kind of operation took in the last call; none where the processor has no clock to read."""
         assert self._program is not None, "something was computed"
-        return self._program.durations_ns()
+        times = self._program.durations_ns()
+        if times is None:
+            return None
+        return OperationTimes(times["linear"], times["attention"], times["rotary"], times["norm"], times["activation"])
+
+    def num_calls(self) -> dict[Operation, int]:
+        """Return how many calls of each kind a step makes."""
+        assert self._program is not None, "something was computed"
+        return self._program.num_calls()
 
     def _program_for(self, num_tokens: int) -> ForwardProgram:
         program = self._program

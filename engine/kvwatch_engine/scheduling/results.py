@@ -1,5 +1,7 @@
 """What the results of a step change: computed tokens, full blocks, forks, sampled tokens, ends. Engine thread only."""
 
+from typing import Final
+
 from kvwatch.telemetry.events import StepCompleted
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.request import FinishReason, PositionLogprobs, PromptLogprobs, SequenceOutput
@@ -11,6 +13,9 @@ from kvwatch_engine.scheduling.lifecycle import Lifecycle
 from kvwatch_engine.scheduling.request import Sequence
 from kvwatch_engine.scheduling.step_builder import ScheduledStep
 from kvwatch_engine.scheduling.verification import Verification, VerifiedDraft
+
+_MaybeTimes = tuple[int | None, int | None, int | None, int | None, int | None]
+_UNKNOWN: Final[_MaybeTimes] = (None, None, None, None, None)
 
 INVALID_LOGITS = "InvalidLogits"
 """Class of the error that ends a sequence alone: its logits are not numbers."""
@@ -37,14 +42,13 @@ class AppliedStep:
 
 
 class StepDurations:
-    """Durations of a step's phases, in ns."""
+    """Durations of a step's phases beside those that its result tells, in ns."""
 
-    __slots__ = ("apply_ns", "forward_ns", "sample_ns", "schedule_ns")
+    __slots__ = ("apply_ns", "schedule_ns")
 
-    def __init__(self, schedule_ns: int, forward_ns: int, sample_ns: int, apply_ns: int) -> None:
+    def __init__(self, schedule_ns: int, apply_ns: int) -> None:
         self.schedule_ns = schedule_ns
-        self.forward_ns = forward_ns
-        self.sample_ns = sample_ns
+        """Building included."""
         self.apply_ns = apply_ns
 
 
@@ -172,14 +176,20 @@ class Results:
         return None
 
     def completed_event(
-        self, scheduled: ScheduledStep, applied: AppliedStep, durations: StepDurations, waiting_for: dict[str, int]
+        self,
+        scheduled: ScheduledStep,
+        result: StepResult,
+        applied: AppliedStep,
+        durations: StepDurations,
+        waiting_for: dict[str, int],
     ) -> StepCompleted:
         """Return the event that closes a step, with the checksums of pool, tables and queues."""
         pool, lifecycle = self._manager.pool, self._lifecycle
+        operations: _MaybeTimes = result.operations or _UNKNOWN
         return StepCompleted(
-            durations.schedule_ns,
-            durations.forward_ns,
-            durations.sample_ns,
+            durations.schedule_ns - scheduled.build_ns,
+            result.forward_ns,
+            result.sample_ns,
             durations.apply_ns,
             applied.num_generated,
             scheduled.num_recomputed,
@@ -192,6 +202,9 @@ class Results:
             len(lifecycle.running),
             len(lifecycle.waiting) + len(lifecycle.arriving),
             dict(waiting_for),
+            scheduled.build_ns,
+            *operations,
+            result.logits_ns,
         )
 
 

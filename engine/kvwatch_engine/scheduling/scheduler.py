@@ -160,7 +160,9 @@ class Scheduler:
         if self._settings.num_speculative_tokens:
             is_short = self._preemption.has_shortage or self.admission.waiting_for.get(WaitReason.BLOCKS, 0) > 0
             self._drafting.add_drafts(chunks, budget, can_grow=not is_short)
-        scheduled = build_step(step, list(chunks.values()), self._manager, self._settings.eos_token_ids)
+        scheduled = build_step(
+            step, list(chunks.values()), self._manager, self._settings.eos_token_ids, self._log.clock
+        )
         self._emit_scheduled(scheduled)
         return scheduled
 
@@ -296,10 +298,10 @@ class Scheduler:
         return self._results.apply(scheduled, result)
 
     def completed_event(
-        self, scheduled: ScheduledStep, applied: AppliedStep, durations: StepDurations
+        self, scheduled: ScheduledStep, result: StepResult, applied: AppliedStep, durations: StepDurations
     ) -> StepCompleted:
         """Return the event that closes a step, with the checksums of pool, tables and queues."""
-        return self._results.completed_event(scheduled, applied, durations, self.admission.waiting_for)
+        return self._results.completed_event(scheduled, result, applied, durations, self.admission.waiting_for)
 
     def retry_smaller(self, scheduled: ScheduledStep) -> dict[int, int] | None:
         """Take back a step for which memory was short, so that its tokens run in smaller ones.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvwatch.telemetry.clock import Clock
 from kvwatch_engine.contracts.adapter import AdapterSpan
 from kvwatch_engine.contracts.image import ImageSpan
 from kvwatch_engine.contracts.sampling import SamplingParams
@@ -55,12 +56,15 @@ class ScheduledStep:
     """Drafts by the row of the token before them."""
     scored: tuple[Sequence, ...] = ()
     """Sequence of each of `input.scored`."""
+    build_ns: int = 0
+    """Time that building it took."""
 
 
 def build_step(
-    step: int, chunks: ReadOnlySequence[Chunk], manager: BlockManager, eos_token_ids: tuple[int, ...]
+    step: int, chunks: ReadOnlySequence[Chunk], manager: BlockManager, eos_token_ids: tuple[int, ...], clock: Clock
 ) -> ScheduledStep:
     """Pack chunks into one step and note which blocks it writes to; those of one LoRA adapter lie side by side."""
+    started = clock.monotonic_ns()
     chunks = _grouped_by_adapter(chunks)
     token_ids: list[int] = []
     query_starts = [0]
@@ -114,7 +118,8 @@ def build_step(
     )
     num_recomputed = sum(max(0, min(chunk.end, chunk.sequence.num_lost) - chunk.start) for chunk in chunks)
     owners = tuple(sequence for sequence, _ in scored)
-    return ScheduledStep(step_input, tuple(chunks), tuple(sampled), written, num_recomputed, drafts, owners)
+    build_ns = clock.monotonic_ns() - started
+    return ScheduledStep(step_input, tuple(chunks), tuple(sampled), written, num_recomputed, drafts, owners, build_ns)
 
 
 def _grouped_by_adapter(chunks: ReadOnlySequence[Chunk]) -> ReadOnlySequence[Chunk]:

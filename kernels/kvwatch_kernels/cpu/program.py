@@ -40,8 +40,9 @@ _SPINS_BEFORE_YIELD = 2_000
     _NUM_THREADS,
     _YIELD,  # address of `int sched_yield(void)`, 0 for none
     _TEAM_SIZE,  # address of `int f(void)` that says how many threads there really are, 0 where `_NUM_THREADS` does
-    _TICKS,  # address of i64[num_calls + 1], the processor's clock before the first call and after each; 0 for none
-) = range(7)
+    _KINDS,  # address of i64[num_calls]: kind of each call
+    _TICKS,  # address of i64[num_kinds]: ticks of the processor's clock that calls of each kind took in this run
+) = range(8)
 _ARRIVALS = 8
 """Threads that have ended a call, over all calls so far; on a cache line of its own."""
 _ENTRANTS = 9
@@ -105,16 +106,17 @@ def run_calls(params: Pointer) -> None:
     num_threads = read(params, _NUM_THREADS)
     if read(params, _TEAM_SIZE) != 0:
         num_threads = call_plain(read(params, _TEAM_SIZE))
-    ticks = i64_at(read(params, _TICKS))
-    is_timing = read(params, _TICKS) != 0 and fetch_add(params, _ENTRANTS) == 0
-    if is_timing:
-        write(ticks, 0, cycles())
+    kinds, ticks = i64_at(read(params, _KINDS)), i64_at(read(params, _TICKS))
+    is_timing = fetch_add(params, _ENTRANTS) == 0
+    before = cycles()
     for index in range(read(params, _NUM_CALLS)):
         call_with(read(functions, index), read(arguments, index))
         if num_threads > 1:
             wait_for_all(params, (index + 1) * num_threads)
         if is_timing:
-            write(ticks, index + 1, cycles())
+            after, kind = cycles(), read(kinds, index)
+            write(ticks, kind, read(ticks, kind) + after - before)
+            before = after
 
 
 @cache
@@ -144,11 +146,12 @@ class Program:
     What differs from run to run is written into `params_of`, which holds until the next run.
     """
 
-    def __init__(self, calls: Sequence[KernelCall]) -> None:
+    def __init__(self, calls: Sequence[KernelCall], kinds: Sequence[int]) -> None:
         """Take over calls.
 
         Args:
             calls: at least one. Addresses in their arguments must stay valid as long as the program is run.
+            kinds: number of each call's kind, from 0; the time of each kind is measured.
         """
         starts = np.cumsum([0, *(-(-len(call.params) // _ALIGNMENT) * _ALIGNMENT for call in calls)])
         self._pristine = np.zeros(starts[-1], dtype=np.int64)
@@ -163,10 +166,10 @@ class Program:
         self._head[_FUNCTIONS], self._head[_PARAMS] = self._functions.ctypes.data, self._addresses.ctypes.data
         self._head[_NUM_CALLS] = len(calls)
         self._head[_YIELD], self._head[_TEAM_SIZE] = _yield_address(), team_size_code()
-        self._ticks = _aligned(len(calls) + 1)
+        self._kinds, self._ticks = np.array(kinds, dtype=np.int64), _aligned(max(kinds) + 1)
         self.duration_ns = 0
         """Time of the last run."""
-        self._head[_TICKS] = self._ticks.ctypes.data
+        self._head[_KINDS], self._head[_TICKS] = self._kinds.ctypes.data, self._ticks.ctypes.data
 
     def rows(self, indices: Sequence[int], width: int) -> Int64Array:
         """Return the places of some calls' arguments in `params`, to write them all at once.
@@ -193,19 +196,20 @@ class Program:
         """Run all calls, on as many threads as torch uses at most, without the interpreter's lock."""
         num_threads = max(1, min(self._max_threads, torch.get_num_threads()))
         self._head[_NUM_THREADS], self._head[_ARRIVALS], self._head[_ENTRANTS] = num_threads, 0, 0
+        self._ticks[:] = 0
         started = time.perf_counter_ns()
         launcher()(program_code(), self._head.ctypes.data, num_threads)
         self.duration_ns = time.perf_counter_ns() - started
 
-    def shares(self) -> npt.NDArray[np.float64]:
-        """Return each call's part of the last run's time, by the processor's clock, as one of its threads saw it.
+    def durations_ns(self) -> list[int] | None:
+        """Return what the calls of each kind took in the last run, as one of its threads saw it, waiting included.
 
         Returns:
-            f64[num_calls], which sum up to 1; zeros where the processor has no such clock.
+            One for each kind, by its number: parts of `duration_ns`. None where the processor has no clock to read.
         """
-        ticks = np.diff(self._ticks).astype(np.float64)
-        total = ticks.sum()
-        return ticks / total if total > 0 else np.zeros_like(ticks)
+        ticks: list[int] = self._ticks.tolist()
+        total = sum(ticks)
+        return [self.duration_ns * each // total for each in ticks] if total > 0 else None
 
 
 def _aligned(length: int) -> Int64Array:

@@ -7,6 +7,7 @@ from kvwatch.insight.diagnosis.pressure import DEVICE, thrashes
 from kvwatch.insight.diagnosis.reading import Observation
 from kvwatch.telemetry import metrics as m
 
+_PHASES = ("schedule", "build", "forward", "sample", "apply")
 _LIMITS = {
     "sequences": (
         "all places for running sequences are taken",
@@ -83,9 +84,7 @@ def waiting_though_free(o: Observation) -> Verdict | None:
 
 def _model_share(o: Observation) -> float:
     """Return the part of the time of steps that the model takes; 0 when no step ended."""
-    seconds = {
-        phase: o.spread(m.STEP_DURATION, phase=phase).total for phase in ("schedule", "forward", "sample", "apply")
-    }
+    seconds = {phase: o.spread(m.STEP_DURATION, phase=phase).total for phase in _PHASES}
     whole = sum(seconds.values())
     return (seconds["forward"] + seconds["sample"]) / whole if whole else 0.0
 

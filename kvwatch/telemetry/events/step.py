@@ -42,12 +42,23 @@ class StepScheduled(Event):
         metrics.STEP_DURATION.observe(amount_of("forward_ns", NS), phase="forward"),
         metrics.STEP_DURATION.observe(amount_of("sample_ns", NS), phase="sample"),
         metrics.STEP_DURATION.observe(amount_of("apply_ns", NS), phase="apply"),
+        metrics.STEP_DURATION.observe(amount_of("build_ns", NS), phase="build"),
+        metrics.FORWARD_OPERATION_SECONDS.count(amount_of("linear_ns", NS), operation="linear"),
+        metrics.FORWARD_OPERATION_SECONDS.count(amount_of("attention_ns", NS), operation="attention"),
+        metrics.FORWARD_OPERATION_SECONDS.count(amount_of("rotary_ns", NS), operation="rotary"),
+        metrics.FORWARD_OPERATION_SECONDS.count(amount_of("norm_ns", NS), operation="norm"),
+        metrics.FORWARD_OPERATION_SECONDS.count(amount_of("activation_ns", NS), operation="activation"),
+        metrics.FORWARD_OPERATION_SECONDS.count(amount_of("logits_ns", NS), operation="logits"),
     ),
 )  # fmt: skip
 class StepCompleted(Event):
-    """Counts at the end of the step: the ledger's must be equal. Phase durations feed `step_seconds`."""
+    """Counts at the end of the step: the ledger's must be equal. Phase durations feed `step_seconds`.
 
-    schedule_ns: Annotated[int, value(1, "Duration of scheduling and batch building.", "ns")]
+    Operations are parts of the forward pass, waiting of the threads for each other included. Where layers run one by
+    one (steps with LoRA adapters, models that run through transformers) those of the layers are empty, on GPUs all are.
+    """
+
+    schedule_ns: Annotated[int, value(1, "Duration of scheduling; where `build_ns` is empty, of building too.", "ns")]
     forward_ns: Annotated[int, value(2, "Duration of the model's forward pass.", "ns")]
     sample_ns: Annotated[int, value(3, "Duration of sampling.", "ns")]
     apply_ns: Annotated[int, value(4, "Duration of applying the results.", "ns")]
@@ -64,6 +75,19 @@ class StepCompleted(Event):
     num_running: Annotated[int, value(13, "Checksum: running requests.", "1")]
     num_waiting: Annotated[int, value(14, "Checksum: waiting requests.", "1")]
     waiting_for: Annotated[dict[str, int], value(15, "Waiting requests by reason.", "1")]
+    build_ns: Annotated[int | None, value(16, "Duration of batch building.", "ns")] = None
+    linear_ns: Annotated[int | None, value(17, "Of the forward pass: the layers' matrix products.", "ns")] = None
+    attention_ns: Annotated[int | None, value(18, "Of the forward pass: attention.", "ns")] = None
+    rotary_ns: Annotated[
+        int | None, value(19, "Of the forward pass: rotation of queries and keys, storing of keys and values.", "ns")
+    ] = None
+    norm_ns: Annotated[
+        int | None, value(20, "Of the forward pass: norms, and the sums that they begin with.", "ns")
+    ] = None
+    activation_ns: Annotated[int | None, value(21, "Of the forward pass: gated activations.", "ns")] = None
+    logits_ns: Annotated[
+        int | None, value(22, "Of the forward pass: logits of the tokens that are sampled from.", "ns")
+    ] = None
 
 
 @event(

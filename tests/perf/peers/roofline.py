@@ -31,7 +31,7 @@ BUFFER_BYTES = 2**30
 _BANDWIDTH_READS = 9
 _PRODUCT_SIZE = 2048
 _PRODUCTS = 15
-_BYTES = 2
+BYTES = 2
 """Of a number in bfloat16."""
 
 
@@ -113,10 +113,10 @@ def model_size(folder: Path) -> ModelSize:
     head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
     kv_heads = int(config.get("num_key_value_heads") or heads)
     return ModelSize(
-        weight_bytes=(layer_weights + vocabulary) * _BYTES,  # the table of embeddings is looked up, not read
+        weight_bytes=(layer_weights + vocabulary) * BYTES,  # the table of embeddings is looked up, not read
         layer_weights=layer_weights,
         logit_weights=vocabulary,
-        kv_bytes_per_token=2 * layers * kv_heads * head_size * _BYTES,
+        kv_bytes_per_token=2 * layers * kv_heads * head_size * BYTES,
         attention_operations=4 * layers * heads * head_size,
     )
 

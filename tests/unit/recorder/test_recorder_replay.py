@@ -363,6 +363,46 @@ def test_a_request_that_was_preempted_before_its_first_token_is_prefilled_again(
     assert slices == [(name, place + 1, 1) for place, name in enumerate(names)]
 
 
+def step_slices(folder: Path, event: ev.StepCompleted) -> dict[str, tuple[float, float]]:
+    """Begin and end of each slice in the trace of one step, in ns."""
+    event.seq, event.step, event.time_ns = 0, 7, 1_000_000
+    path = write_recording(
+        folder / "x.kvrec", [(FrameKind.EVENTS, EventEncoder().encode([event]), Span(0, 1))]
+    )  # fmt: skip
+    with Recording(path) as recording:
+        slices = [e for e in entries(recording) if e["ph"] == "X"]
+    return {e["name"]: (round(e["ts"] * 1000), round((e["ts"] + e["dur"]) * 1000)) for e in slices}
+
+
+def test_the_operations_of_a_step_lie_in_its_forward_pass(tmp_path: Path) -> None:
+    event = ev.StepCompleted(
+        1_000, 90_000, 3_000, 4_000, 1, 0, [], [], 0, 0, 0, 0, 0, 0, {},
+        build_ns=2_000, linear_ns=40_000, attention_ns=20_000, rotary_ns=3_000, norm_ns=2_000, activation_ns=1_000,
+        logits_ns=10_000,
+    )  # fmt: skip
+
+    assert step_slices(tmp_path, event) == {
+        "step 7": (904_000, 1_004_000),
+        "schedule": (904_000, 905_000),
+        "build": (905_000, 907_000),
+        "forward": (907_000, 997_000),
+        "linear": (907_000, 947_000),
+        "attention": (947_000, 967_000),
+        "rotary": (967_000, 970_000),
+        "norm": (970_000, 972_000),
+        "activation": (972_000, 973_000),
+        "logits": (973_000, 983_000),
+        "sample": (997_000, 1_000_000),
+        "apply": (1_000_000, 1_004_000),
+    }
+
+
+def test_a_step_whose_operations_are_unknown_shows_its_phases(tmp_path: Path) -> None:
+    event = ev.StepCompleted(1_000, 90_000, 3_000, 4_000, 1, 0, [], [], 0, 0, 0, 0, 0, 0, {})
+
+    assert set(step_slices(tmp_path, event)) == {"step 7", "schedule", "forward", "sample", "apply"}
+
+
 def test_a_folder_or_file_that_cannot_be_written_is_a_named_error(recorded: Recorded, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
