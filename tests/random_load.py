@@ -307,7 +307,7 @@ class RandomLoad:
             lambda: {"max_num_seqs": random.randint(3, 8), "max_queued_requests": random.randint(20, 30)},
             lambda: {"victim_policy": random.choice(["newest", "least-computed", "lowest-priority"])},
             lambda: {"max_prefill_chunk": random.choice([None, 4, 9]), "preemption_mode": random.choice(modes)},
-            lambda: {"prefix_cache": random.random() < 0.8},
+            lambda: {"prefix_cache": random.random() < 0.8, "num_speculative_tokens": random.choice([0, 3])},
         ]
         self.model.spare_bytes = random.choice([0, 1 << 40])
         with suppress(ChangeRefused, ChangeFailed):

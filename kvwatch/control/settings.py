@@ -116,6 +116,10 @@ LIVE_SETTINGS: Final[Mapping[SettingKey, LiveSetting]] = {
         ),
         LiveSetting(key="prefix_cache", type="bool", brief="Reuse the blocks of known prefixes."),
         LiveSetting(
+            key="num_speculative_tokens", type="int", unit="tokens", minimum=0, maximum=32,
+            brief="Tokens guessed from a sequence's own text and verified in one step; 0: none.",
+        ),
+        LiveSetting(
             key="trace_ratio", type="float", unit="ratio", minimum=0, maximum=1,
             brief="Part of the traces that begin here which is exported.",
         ),

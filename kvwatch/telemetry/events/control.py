@@ -27,6 +27,7 @@ SettingKey = Literal[
     "log_level",
     "block_size",
     "kv_dtype",
+    "num_speculative_tokens",
 ]
 """Settings that can change while the engine runs; `kvwatch.control.settings` says what they are."""
 

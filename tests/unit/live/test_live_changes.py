@@ -67,6 +67,7 @@ CHANGES: list[tuple[str, SettingValue, str, float | None]] = [
     ("victim_policy", "least-computed", "victim_policy", None),
     ("protect_after_preemptions", 9, "protect_after_preemptions", 9),
     ("prefix_cache", False, "prefix_cache", 0),
+    ("num_speculative_tokens", 3, "num_speculative_tokens", 3),
     ("watermark", "0.1", "watermark_blocks", 4),
     ("num_blocks", 60, "num_blocks", 60),
 ]
