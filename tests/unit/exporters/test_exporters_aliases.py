@@ -70,6 +70,11 @@ def test_aliases_say_what_the_native_series_say() -> None:
         "vllm:prefix_cache_hits_total": total(page, "kvwatch_prefix_cache_hit_tokens_total"),
         "vllm:prompt_tokens_total": total(page, "kvwatch_prompt_tokens_total"),
         "vllm:generation_tokens_total": total(page, "kvwatch_generated_tokens_total"),
+        "vllm:spec_decode_num_drafts_total": total(page, "kvwatch_spec_decode_drafts_total"),
+        "vllm:spec_decode_num_draft_tokens_total": total(page, "kvwatch_spec_decode_draft_tokens_total"),
+        "vllm:spec_decode_num_accepted_tokens_total": total(
+            page, "kvwatch_spec_decode_draft_tokens_total", outcome="accepted"
+        ),
         "vllm:time_to_first_token_seconds_count": total(page, "kvwatch_time_to_first_token_seconds_count"),
         "vllm:inter_token_latency_seconds_sum": total(page, "kvwatch_inter_token_latency_seconds_sum"),
         "vllm:e2e_request_latency_seconds_count": total(page, "kvwatch_end_to_end_seconds_count"),

@@ -12,6 +12,7 @@ from kvwatch.exporters.otel import request_trace
 from kvwatch.telemetry.events import (
     BlocksEvicted,
     ConfigChanged,
+    DraftsVerified,
     PoolRebuilt,
     RequestFinished,
     RequestResumed,
@@ -102,6 +103,19 @@ def test_parallel_samples_show_their_sharing_and_their_copies() -> None:
     assert found["kvwatch.kv.shared_blocks"] == 2 * 3, "two forks share the prompt's three blocks"
     assert found["kvwatch.kv.copied_blocks"] == 2, "one copy for each sequence but the last owner"
     assert sum(dict(event.attributes or {})["kvwatch.kv.blocks"] == 1 for event in copies) == 2
+
+
+def test_a_request_shows_what_was_guessed_for_it_and_what_of_that_stood() -> None:
+    traced = Traced(num_speculative_tokens=3, prompt_lookup_min=1)
+    traced.model.period = 4
+    traced.add(of("r", [10, 11, 12, 13], max_tokens=30, ignore_eos=True))
+    traced.run()
+
+    found = attributes(traced.root("r"))
+    verified = [event for event in traced.events if isinstance(event, DraftsVerified)]
+    accepted = sum(event.accepted_tokens for event in verified)
+    assert found["kvwatch.drafts.accepted_tokens"] == accepted > 0
+    assert found["kvwatch.drafts.proposed_tokens"] == accepted + sum(event.rejected_tokens for event in verified)
 
 
 def test_a_beam_search_shows_its_width_and_counts_what_it_returns() -> None:
