@@ -116,10 +116,6 @@ LIVE_SETTINGS: Final[Mapping[SettingKey, LiveSetting]] = {
         ),
         LiveSetting(key="prefix_cache", type="bool", brief="Reuse the blocks of known prefixes."),
         LiveSetting(
-            key="num_speculative_tokens", type="int", unit="tokens", minimum=0, maximum=32,
-            brief="Tokens guessed from a sequence's own text and verified in one step; 0: none.",
-        ),
-        LiveSetting(
             key="trace_ratio", type="float", unit="ratio", minimum=0, maximum=1,
             brief="Part of the traces that begin here which is exported.",
         ),
@@ -134,6 +130,10 @@ LIVE_SETTINGS: Final[Mapping[SettingKey, LiveSetting]] = {
         LiveSetting(
             key="kv_dtype", type="choice", choices=("auto", "int8", "fp8_e4m3", "fp8_e5m2"), kind=ChangeKind.REBUILD,
             brief="Type of the cache: `auto` is the model's; int8 and fp8 hold two to four times the tokens.",
+        ),
+        LiveSetting(
+            key="num_speculative_tokens", type="int", unit="tokens", minimum=0, maximum=32,
+            brief="Tokens guessed from a sequence's own text and verified in one step; 0: none.",
         ),
     )
 }  # fmt: skip

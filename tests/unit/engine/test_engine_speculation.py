@@ -354,6 +354,18 @@ def test_a_sequence_that_ends_within_a_draft_gets_nothing_behind_its_end() -> No
     assert stage.core.manager.pool.num_used == 0
 
 
+@pytest.mark.parametrize("min_tokens", range(7))
+def test_end_tokens_are_forbidden_at_the_positions_at_which_they_are_without_drafts(min_tokens: int) -> None:
+    answer = [11, 12, 13, 3, 3, 15, 16, 17]
+    found = []
+    for num_drafted in (0, 5):
+        stage = Stage(Scripted(answer), num_drafted=num_drafted)
+        stage.add(make_request("r", [10, 11, 12, 13, 14, 10], max_tokens=8, min_tokens=min_tokens))
+        found.append(stage.run())
+    assert stage.num_accepted > 0
+    assert found[0] == found[1]
+
+
 class Defective(NullModel):
     """Rows of one position have no finite logits."""
 
