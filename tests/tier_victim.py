@@ -25,7 +25,7 @@ def fill(stage: TierStage, manager: BlockManager, number: int) -> None:
     table, hashes = manager.table(owner), hashes_of(tokens)
     for index, block in enumerate(table):
         stage.memory[block] = content_of(tokens[: (index + 1) * BLOCK_SIZE])
-    manager.pool.store(table, hashes, None, StoredRun(owner, 0))
+    manager.pool.store(list(table), hashes, None, StoredRun(owner, 0))
     manager.release(owner, "finished")
 
 

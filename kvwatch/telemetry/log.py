@@ -10,7 +10,7 @@ different number means that the writer has lapped it.
 """
 
 import threading
-from typing import Protocol
+from typing import Protocol, cast
 
 from kvwatch.telemetry.clock import Clock, SystemClock
 from kvwatch.telemetry.schema import Event
@@ -142,7 +142,11 @@ class EventLog:
             wrapped = ring[: stop - capacity]
             if _is_event(wrapped[0], start + len(events)):
                 events += wrapped
-        return events  # type: ignore[return-value]  # every place below the head holds an event
+        found = cast("list[Event]", events)  # every place below the head holds an event
+        for event in found:
+            if event.is_settled_late:
+                event.settle()
+        return found
 
 
 def _is_event(event: Event | None, seq: int) -> bool:

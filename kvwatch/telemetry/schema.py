@@ -14,7 +14,7 @@ can never become labels, since they would make one series per request or block.
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -160,9 +160,15 @@ class Event(msgspec.Struct, gc=False, kw_only=True):
     nobody changes one after it was appended. Subclasses hold no reference cycles (gc=False).
     """
 
+    is_settled_late: ClassVar[bool] = False
+    """Whether an emitter may leave work to whoever reads the event first: the log has `settle` called then."""
+
     seq: Annotated[int, identity(101, "Position in the log, from 0, without holes.")] = -1
     step: Annotated[int, identity(102, "Engine step during which it happened.")] = -1
     time_ns: Annotated[int, instant(103, "Monotonic time; clocks are read twice a step.")] = 0
+
+    def settle(self) -> None:
+        """Finish what the emitter left undone. Any thread, also several at once; again does nothing."""
 
 
 class EventSpec(msgspec.Struct, frozen=True):

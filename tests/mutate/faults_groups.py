@@ -21,7 +21,6 @@ TABLES = "engine/kvwatch_engine/memory/group_tables.py"
 MANAGER = "engine/kvwatch_engine/memory/block_manager.py"
 WRITER = "engine/kvwatch_engine/memory/table_write.py"
 PREFIX = "engine/kvwatch_engine/memory/prefix.py"
-POOL = "engine/kvwatch_engine/memory/block_pool.py"
 
 GROUPS = (
     Fault(
@@ -188,7 +187,7 @@ GROUPS = (
     Fault(
         name="what-moves-forgets-its-group",
         stands_for="A pool is resized, and blocks that move are counted with the group of whoever was there before.",
-        file=POOL,
+        file="engine/kvwatch_engine/memory/block_columns.py",
         old="            columns.append(self.groups)\n",
         new="            pass\n",
         tests=(MOVES,),
@@ -196,8 +195,8 @@ GROUPS = (
     Fault(
         name="all-that-is-evicted-was-the-first-groups",
         stands_for="Telemetry takes every evicted block from the first group: its count falls below what is there.",
-        file=POOL,
-        old="by_group.setdefault(self.groups[block], ([], []))",
+        file="engine/kvwatch_engine/memory/block_events.py",
+        old="by_group.setdefault(self._groups[block], ([], []))",
         new="by_group.setdefault(0 * block, ([], []))",
         tests=(MOVES,),
     ),

@@ -118,9 +118,9 @@ METRICS = (
     Fault(
         name="stored-at-the-place-of-the-first",
         stands_for="O46: after a block that was known already, blocks are told at the wrong place of their sequence.",
-        file="engine/kvwatch_engine/memory/block_pool.py",
-        old="                first_index=source.first_index + first,\n",
-        new="                first_index=source.first_index,\n",
+        file="engine/kvwatch_engine/memory/block_events.py",
+        old="            first_index + first,\n",
+        new="            first_index,\n",
         tests=(EVENTS,),
     ),
     Fault(

@@ -217,9 +217,9 @@ TELEMETRY = (
     Fault(
         name="age-of-a-hit-block-since-its-release",
         stands_for="O65: the lifetime of an evicted block is counted from its release.",
-        file="engine/kvwatch_engine/memory/block_pool.py",
-        old="[now - allocated[block] for block in blocks],",
-        new="[now - released[block] for block in blocks],",
+        file="engine/kvwatch_engine/memory/block_events.py",
+        old="[now - allocated[block]], [now - released[block]]",
+        new="[now - released[block]], [now - released[block]]",
         tests=(f"{PRESSURE}::test_evictions_tell_ages_idle_times_and_hits_by_the_clock",),
     ),
     Fault(

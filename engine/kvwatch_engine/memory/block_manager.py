@@ -113,6 +113,8 @@ class BlockManager:
 
     def find_prefix(self, hashes: Sequence[BlockHash]) -> Prefix:
         """Return the blocks that hold the longest known prefix of a hash chain; changes nothing."""
+        if self._is_plain:
+            return Prefix((self.pool.find_run(hashes),))
         return find_prefix(hashes, self.groups, self.pool.find)
 
     def num_blocks_regretted(self, hashes: Sequence[BlockHash], num_hits: int) -> int:
@@ -140,8 +142,8 @@ class BlockManager:
         # First of all: what is reused can then not be evicted for the blocks that are still missing.
         reused: list[list[BlockId]] = []
         for group, table in zip(self.groups, tables, strict=True):
-            held = table if not table or table[0] else [block for block in table if block]
-            reused.append(list(held))
+            held = list(table) if not table or table[0] else [block for block in table if block]
+            reused.append(held)
             if held:
                 self.pool.reuse(held, owner, group.number)
         num_hits, wanted = len(prefix), -(-num_tokens // self.block_size)
@@ -171,13 +173,20 @@ class BlockManager:
             The copies that must be carried out before the write (usually none); None, with nothing changed, when too
             few blocks are free.
         """
+        if self._is_plain and end - start == 1:  # a token in a block that is there: nearly always
+            table, place = self._tables[owner], start // self.block_size
+            if place < len(table) and self.pool.ref_counts[table[place]] == 1:
+                return ()
         return self._writer.prepare(owner, start, end, reason)
 
     def record_written(self, owner: Owner, start: int, end: int) -> list[BlockId]:
         """Note that the K/V of tokens `start` to `end` is being written; return the blocks that it is written to."""
-        size = self.block_size
+        size, filled = self.block_size, self.pool.filled_slots
         first, last = start // size, (end - 1) // size
-        filled = self.pool.filled_slots
+        if self._is_plain and first == last:
+            block = self._tables[owner][first]
+            filled[block] = end - first * size
+            return [block]
         all_written: list[BlockId] = []
         for group in self.groups:
             written = group.tables[owner][first : last + 1]
@@ -201,21 +210,8 @@ class BlockManager:
             return
         num_full = num_computed // self.block_size
         for group in self.groups:
-            done = group.num_stored[owner]
-            if num_full <= done:
-                continue
-            hashes = chain.upto(num_full, tokens)
-            number = group.number
-            parent = hash_in_group(hashes[done - 1], number) if done else None
-            names = hashes[done:num_full]
-            if number:
-                names = [hash_in_group(content, number) for content in names]
-            if self.contents is not None:
-                self._note_contents(self.contents, chain.root, hashes[done:num_full], done, tokens)
-            token_ids = self._token_ids(tokens, done, num_full) if self.emit_token_ids else None
-            source = StoredRun(owner, done, token_ids, number)
-            self.pool.store(group.tables[owner][done:num_full], names, parent, source)
-            group.num_stored[owner] = num_full
+            if num_full > group.num_stored[owner]:
+                self._store(group, owner, chain, num_full, tokens)
 
     def truncate(self, owner: Owner, num_tokens: int) -> list[BlockId]:
         """Take back what was written behind a sequence's first `num_tokens` tokens, of which none may be stored.
@@ -413,6 +409,21 @@ class BlockManager:
     def _release(self, owner: Owner, held: Sequence[list[BlockId]], reason: ReleaseReason) -> None:
         for group, blocks in zip(self.groups, held, strict=True):
             self.pool.release(blocks, owner, reason, group.number)
+
+    def _store(self, group: GroupTables, owner: Owner, chain: HashChain, num_full: int, tokens: TokenSlice) -> None:
+        """Enter blocks of one group into the prefix index, up to the first `num_full` ones."""
+        done, number = group.num_stored[owner], group.number
+        hashes = chain.upto(num_full, tokens)
+        parent = hash_in_group(hashes[done - 1], number) if done else None
+        names = list(hashes[done:num_full])
+        if self.contents is not None:
+            self._note_contents(self.contents, chain.root, names, done, tokens)
+        if number:
+            names = [hash_in_group(content, number) for content in names]
+        token_ids = self._token_ids(tokens, done, num_full) if self.emit_token_ids else None
+        source = StoredRun(owner, done, token_ids, number)
+        self.pool.store(group.tables[owner][done:num_full], names, parent, source)
+        group.num_stored[owner] = num_full
 
     def _note_contents(
         self, contents: StoredContents, root: BlockHash, hashes: Sequence[BlockHash], first: int, tokens: TokenSlice

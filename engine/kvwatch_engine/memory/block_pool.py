@@ -8,62 +8,31 @@
 
 A cached block whose content is pinned is not free: it cannot be evicted.
 
-Knows blocks and their owners' names, not block tables, tokens or tensors. Emits block events where they happen.
+Knows blocks and their owners' names, not block tables, tokens or tensors. What blocks hold is up to `prefix_index.py`,
+what is noted of them to `block_columns.py`. Emits block events where they happen.
+
+Each operation takes all blocks of a call at once. Lists that it is given or returns go into its event as they are:
+nobody changes them afterwards.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-from kvwatch.telemetry.events import (
-    BlocksAllocated,
-    BlocksDuplicated,
-    BlocksEvicted,
-    BlocksReleased,
-    BlocksRelocated,
-    BlocksReused,
-    BlocksStored,
-    CacheCleared,
-)
+from kvwatch.telemetry.events import BlocksAllocated, BlocksReleased, BlocksReused, CacheCleared
 from kvwatch.telemetry.events.block import GROUPS, AllocationReason, EvictionReason, ReleaseReason, Tier
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import TierState
-from kvwatch_engine.contracts.block import NULL_BLOCK, BlockHash, BlockId
+from kvwatch_engine.contracts.block import BlockHash, BlockId
 from kvwatch_engine.contracts.errors import CacheCorruption
+from kvwatch_engine.memory.block_columns import BlockColumns, BlockHistory
+from kvwatch_engine.memory.block_events import BlockEvents
 from kvwatch_engine.memory.eviction_memory import EvictionMemory
 from kvwatch_engine.memory.free_list import FreeList
+from kvwatch_engine.memory.integrity import check_blocks
+from kvwatch_engine.memory.owner import Owner, StoredRun
+from kvwatch_engine.memory.prefix_index import PrefixIndex
 from kvwatch_engine.memory.relocation import Relocation, plan_relocation
 
-
-class Owner(NamedTuple):
-    """A sequence, as events name it."""
-
-    request: str
-    sequence: int
-
-
-class StoredRun(NamedTuple):
-    """Where blocks that are stored come from, as their event tells it."""
-
-    owner: Owner
-    first_index: int
-    """Place of the first block in the owner's block table."""
-    token_ids: list[list[int]] | None = None
-    """Token ids of each block; none when nobody may know them."""
-    group: int = 0
-    """KV group of the blocks."""
-    parents: list[BlockHash | None] | None = None
-    """Hash of the block before each, where they do not follow each other; none where they do."""
-
-
-class BlockHistory(NamedTuple):
-    """What has become of a block since it was allocated. Times are monotonic ns."""
-
-    allocated_ns: int
-    released_ns: int
-    """When its last owner released it; of no meaning while it is used."""
-    num_hits: int
-    """Times that its content was found in the prefix index."""
-
+__all__ = ["BlockPool", "OnEvict", "Owner", "StoredRun"]
 
 OnEvict = Callable[[Sequence[BlockId], Sequence[BlockHash]], None]
 """Is given blocks that make room, and their hashes, before anything else can be written to them. Does not raise."""
@@ -81,20 +50,17 @@ class BlockPool:
         self.tier: Tier = tier
         self.num_groups = num_groups
         """KV groups that take blocks."""
-        self.groups = [0] * num_blocks if num_groups > 1 else []
-        """Group of each used or cached block; read-only for others. Empty while there is only one group."""
         self.on_evict: OnEvict | None = None
         """Called when cached blocks make room for others; none while there is no tier behind this one."""
         self.num_blocks = num_blocks
         """Blocks including the null block."""
-        self.ref_counts = [0] * num_blocks
+        self._columns = BlockColumns(num_blocks, num_groups)
+        self.groups = self._columns.groups
+        """Group of each used or cached block; read-only for others. Empty while there is only one group."""
+        self.ref_counts = self._columns.ref_counts
         """Block tables that contain the block; read-only for others."""
-        self.hashes: list[BlockHash | None] = [None] * num_blocks
-        """Hash of the block's content if the prefix index knows it; read-only for others."""
-        self.filled_slots = [0] * num_blocks
+        self.filled_slots = self._columns.filled_slots
         """Slots written since the block was allocated; the block manager writes it."""
-        self.parents: list[BlockHash | None] = [None] * num_blocks
-        """Hash of the block before it in the sequence that stored it; only of blocks that have a hash."""
         self.pinned: dict[BlockHash, int] = {}
         """Content that is not evicted, and how many pins it has; read-only for others."""
         self.num_idle_pinned = 0
@@ -102,13 +68,15 @@ class BlockPool:
         self.num_references = 0
         """Sum of the reference counts: entries of all block tables."""
         self._log = log
-        self._index: dict[BlockHash, BlockId] = {}
-        self._free = FreeList(1, num_blocks)
-        self._allocated_ns = [0] * num_blocks
-        self._released_ns = [0] * num_blocks
-        self._hits = [0] * num_blocks
+        self._index = PrefixIndex(num_blocks)
         self._evicted = EvictionMemory()
         """What was evicted for want of room while somebody listened."""
+        self._free = FreeList(1, num_blocks)
+        self._events = BlockEvents(log, tier, self._columns)
+        self.hashes = self._index.hashes
+        """Hash of the block's content if the prefix index knows it; read-only for others."""
+        self.parents = self._index.parents
+        """Hash of the block before it in the sequence that stored it; only of blocks that have a hash."""
 
     # ------------------------------------------------------------------ counts
 
@@ -141,7 +109,11 @@ class BlockPool:
 
     def find(self, content: BlockHash) -> BlockId | None:
         """Return the block that holds `content`, used or cached. O(1); changes nothing."""
-        return self._index.get(content)
+        return self._index.find(content)
+
+    def find_run(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
+        """Return the blocks that hold the leading part of `hashes` that is here; changes nothing."""
+        return self._index.find_run(hashes)
 
     def cached(self) -> list[tuple[BlockId, BlockHash]]:
         """Return the cached blocks and what they hold, the next to be evicted first, pinned ones last. O(cached)."""
@@ -154,12 +126,11 @@ class BlockPool:
 
     def num_held_since(self, time_ns: int) -> int:
         """Return how many used blocks were allocated at a monotonic time or before. O(blocks)."""
-        allocated = self._allocated_ns
-        return sum(1 for block, count in enumerate(self.ref_counts) if count and allocated[block] <= time_ns)
+        return self._columns.num_held_since(time_ns)
 
     def history(self, block: BlockId) -> BlockHistory:
         """Return what has become of a block since it was allocated."""
-        return BlockHistory(self._allocated_ns[block], self._released_ns[block], self._hits[block])
+        return self._columns.history(block)
 
     def touch(self, blocks: Sequence[BlockId]) -> None:
         """Let those of `blocks` that are cached be evicted last, the first of them last of all."""
@@ -174,7 +145,9 @@ class BlockPool:
     def num_cached_of(self, blocks: Sequence[BlockId]) -> int:
         """Return how many of `blocks` are free: reusing them lowers the number of free blocks."""
         ref_counts = self.ref_counts
-        return sum(1 for block in blocks if ref_counts[block] == 0 and not self.is_pinned(block))
+        if self.pinned:
+            return sum(1 for block in blocks if ref_counts[block] == 0 and not self.is_pinned(block))
+        return [ref_counts[block] for block in blocks].count(0)
 
     def allocate(self, count: int, owner: Owner, reason: AllocationReason, group: int = 0) -> list[BlockId] | None:
         """Take `count` blocks for `owner` and a KV group, evicting the least recently used cached blocks if need be.
@@ -182,44 +155,49 @@ class BlockPool:
         Returns:
             The blocks, with reference count 1 and no content; None when fewer are free, and then nothing has changed.
         """
-        if count > len(self._free):
+        free = self._free
+        if count > len(free):
             return None
-        from_empty = min(count, self._free.num_empty)
-        blocks = self._free.take_empty(from_empty)
-        if count > from_empty:
-            blocks += self._evict(count - from_empty, owner.request, "pressure")
-        now = self._log.now_ns
-        self.num_references += count
+        blocks = free.take_empty(count)
+        if len(blocks) < count:
+            evicted = self._evict(count - len(blocks), owner.request, "pressure")
+            blocks = blocks + evicted if blocks else evicted
+        now, ref_counts, filled_slots = self._log.now_ns, self.ref_counts, self.filled_slots
+        allocated, hits = self._columns.allocated_ns, self._columns.hits
         for block in blocks:
-            self.ref_counts[block] = 1
-            self.filled_slots[block] = 0
-            self._allocated_ns[block] = now
-            self._hits[block] = 0
-        if self.num_groups > 1:
+            ref_counts[block] = 1
+            filled_slots[block] = hits[block] = 0
+            allocated[block] = now
+        if self.groups:
             for block in blocks:
                 self.groups[block] = group
+        self.num_references += count
         if blocks and self._log.active:
             self._log.append(
-                BlocksAllocated(owner.request, owner.sequence, list(blocks), reason, self.tier, GROUPS[group])
+                BlocksAllocated(owner.request, owner.sequence, blocks, reason, self.tier, GROUPS[group])  # type: ignore[arg-type]  # numbers by another name
             )
         return blocks
 
-    def reuse(self, blocks: Sequence[BlockId], owner: Owner, group: int = 0) -> None:
+    def reuse(self, blocks: list[BlockId], owner: Owner, group: int = 0) -> None:
         """Add a reference to blocks of one group found in the prefix index; cached ones become used."""
-        now = self._log.now_ns
+        now, released, hits = self._log.now_ns, self._columns.released_ns, self._columns.hits
+        ref_counts = self.ref_counts
         gaps: list[int] = []
-        self.num_references += len(blocks)
         for block in blocks:
-            if self.ref_counts[block] == 0:
-                if self.is_pinned(block):
+            count = ref_counts[block]
+            ref_counts[block] = count + 1
+            hits[block] += 1
+            if not count:
+                if self.pinned and self.is_pinned(block):
                     self.num_idle_pinned -= 1
                 else:
                     self._free.remove_cached(block)
-                gaps.append(now - self._released_ns[block])
-            self.ref_counts[block] += 1
-            self._hits[block] += 1
+                gaps.append(now - released[block])
+        self.num_references += len(blocks)
         if self._log.active:
-            self._log.append(BlocksReused(owner.request, owner.sequence, list(blocks), gaps, self.tier, GROUPS[group]))
+            self._log.append(
+                BlocksReused(owner.request, owner.sequence, blocks, gaps, self.tier, GROUPS[group])  # type: ignore[arg-type]  # numbers by another name
+            )
 
     def share(self, blocks: Sequence[BlockId]) -> None:
         """Add a reference to used blocks, for a fork. The caller emits `SequenceForked`."""
@@ -228,37 +206,36 @@ class BlockPool:
             assert self.ref_counts[block] > 0, f"block {block} is not used and cannot be shared"
             self.ref_counts[block] += 1
 
-    def release(self, blocks: Sequence[BlockId], owner: Owner, reason: ReleaseReason, group: int = 0) -> None:
+    def release(self, blocks: list[BlockId], owner: Owner, reason: ReleaseReason, group: int = 0) -> None:
         """Give up one reference to each block of one group, in this order; the last owner's release frees it.
 
         Give the tail of a chain first: it is evicted first, and a prefix without its tail is still worth something.
         """
-        now = self._log.now_ns
-        self.num_references -= len(blocks)
+        now, released, hashes, pinned = self._log.now_ns, self._columns.released_ns, self.hashes, self.pinned
+        ref_counts = self.ref_counts
+        add_cached, add_empty = self._free.add_cached, self._free.add_empty
         for block in blocks:
-            count = self.ref_counts[block] - 1
-            assert count >= 0, f"block {block} was released more often than it was taken"
-            self.ref_counts[block] = count
-            if count == 0:
-                self._released_ns[block] = now
-                content = self.hashes[block]
-                if content is None:
-                    self._free.add_empty(block)
-                elif self.pinned and content in self.pinned:
-                    self.num_idle_pinned += 1
-                else:
-                    self._free.add_cached(block)
+            count = ref_counts[block] - 1
+            ref_counts[block] = count
+            if count:
+                assert count > 0, f"block {block} was released more often than it was taken"
+                continue
+            released[block] = now
+            content = hashes[block]
+            if content is None:
+                add_empty(block)
+            elif pinned and content in pinned:
+                self.num_idle_pinned += 1
+            else:
+                add_cached(block)
+        self.num_references -= len(blocks)
         if self._log.active:  # without blocks too: it ends the sequence's empty table
             self._log.append(
-                BlocksReleased(owner.request, owner.sequence, list(blocks), reason, self.tier, GROUPS[group])
+                BlocksReleased(owner.request, owner.sequence, blocks, reason, self.tier, GROUPS[group])  # type: ignore[arg-type]  # numbers by another name
             )
 
     def store(
-        self,
-        blocks: Sequence[BlockId],
-        hashes: Sequence[BlockHash],
-        parent: BlockHash | None,
-        source: StoredRun,
+        self, blocks: list[BlockId], hashes: list[BlockHash], parent: BlockHash | None, source: StoredRun
     ) -> None:
         """Enter full blocks, consecutive in one sequence, into the prefix index.
 
@@ -272,42 +249,23 @@ class BlockPool:
                 consecutive.
             source: whose blocks they are, for the event.
         """
-        first, before, parents = 0, parent, source.parents
-        duplicates: list[BlockId] = []
-        for place, (block, content) in enumerate(zip(blocks, hashes, strict=True)):
-            if content in self._index:
-                self._emit_stored(blocks[first:place], hashes[first:place], parent, source, first)
-                first, parent = place + 1, content
-                duplicates.append(block)
-                continue
-            self._index[content] = block
-            self.hashes[block] = content
-            if parents is not None:
-                before = parents[place]
-            elif place:
-                before = hashes[place - 1]
-            self.parents[block] = before
-        self._emit_stored(blocks[first:], hashes[first:], parent, source, first)
-        if duplicates and self._log.active:
-            names = dict(zip(blocks, hashes, strict=True))
-            originals: list[int] = [self._index[names[block]] for block in duplicates]
-            request, sequence = source.owner
-            self._log.append(
-                BlocksDuplicated(request, sequence, list(duplicates), originals, self.tier, GROUPS[source.group])
-            )
+        duplicates = self._index.enter(blocks, hashes, source.parents or [parent, *hashes[:-1]])
+        if not self._log.active:
+            return
+        self._events.stored(blocks, hashes, parent, source, duplicates)
+        if duplicates:
+            originals = [block for place in duplicates if (block := self.find(hashes[place]))]
+            self._events.duplicated([blocks[place] for place in duplicates], originals, source)
 
     def forget(self, block: BlockId) -> None:
         """Drop the content of one cached block, since it cannot be read."""
-        content = self.hashes[block]
-        assert content is not None, f"block {block} holds nothing that could be forgotten"
         assert self.ref_counts[block] == 0, f"block {block} is in use"
-        del self._index[content]
-        self.hashes[block] = None
-        self._evicted.discard([content])
+        hashes = self._index.drop([block])
+        self._evicted.discard(hashes)
         self._free.remove_cached(block)
         self._free.add_empty(block)
         if self._log.active:
-            self._emit_evicted([block], [content], "unreadable", "")
+            self._events.evicted([block], hashes, "unreadable", "")
 
     def lay_out(self, num_blocks: int, ref_counts: list[int], filled_slots: list[int], groups: list[int]) -> None:
         """Have other blocks, of which the used ones come first; nothing is cached. O(blocks).
@@ -321,18 +279,10 @@ class BlockPool:
             groups: likewise; of no interest where there is only one group.
         """
         self.clear_cache("resize")
-        num_taken, now = len(ref_counts), self._log.now_ns
-        empty = [0] * (num_blocks - num_taken)
-        self.ref_counts[:] = ref_counts + empty
-        self.filled_slots[:] = filled_slots + empty
-        if self.num_groups > 1:
-            self.groups[:] = groups + empty
-        self._allocated_ns[:] = [now] * num_taken + empty
-        self._released_ns[:] = self._hits[:] = [0] * num_blocks
-        self.hashes[:] = [None] * num_blocks
-        self.parents[:] = [None] * num_blocks
+        self._columns.lay_out(num_blocks, ref_counts, filled_slots, groups, self._log.now_ns)
+        self._index.resize(num_blocks)
         self.num_references = sum(ref_counts)
-        self._free = FreeList(num_taken, num_blocks)
+        self._free = FreeList(len(ref_counts), num_blocks)
         self.num_blocks = num_blocks
 
     def clear_cache(self, cause: EvictionReason = "reset", actor: str = "", reason: str = "") -> int:
@@ -351,10 +301,7 @@ class BlockPool:
         if cached:
             for block in self._evict(cached, "", cause):
                 self._free.add_empty(block)
-        still_used = sorted(self._index.values())
-        for block in still_used:
-            self.hashes[block] = None
-        self._index.clear()
+        still_used = self._index.clear()
         self._evicted.clear()
         if self._log.active:
             self._log.append(CacheCleared(list(still_used), self.tier, actor, reason))
@@ -363,9 +310,8 @@ class BlockPool:
     def pin(self, hashes: Sequence[BlockHash]) -> None:
         """Let content that is here stay until as many `unpin` as `pin` named it."""
         for content in hashes:
-            block = self._index[content]
             num_pins = self.pinned.get(content, 0)
-            if not num_pins and self.ref_counts[block] == 0:
+            if not num_pins and self.ref_counts[block := self._index.block_of(content)] == 0:
                 self._free.remove_cached(block)
                 self.num_idle_pinned += 1
             self.pinned[content] = num_pins + 1
@@ -377,7 +323,7 @@ class BlockPool:
             if self.pinned[content]:
                 continue
             del self.pinned[content]
-            block = self._index[content]
+            block = self._index.block_of(content)
             if self.ref_counts[block] == 0:
                 self.num_idle_pinned -= 1
                 self._free.add_cached(block)
@@ -394,28 +340,13 @@ class BlockPool:
         if plan.num_evictions:
             for block in self._evict(plan.num_evictions, "", "resize"):
                 self._free.add_empty(block)
-        moves = plan.moves
-        for source, destination in moves.items():
-            content = self.hashes[source]
-            if content is not None:
-                self._index[content] = destination
-            self.hashes[source] = None
-            self.hashes[destination], self.parents[destination] = content, self.parents[source]
+        moves, old, new = plan.moves, self.num_blocks, plan.num_blocks
+        self._index.move(moves)
         if moves and self._log.active:
-            self._emit_relocated(moves)
-        columns = [self.ref_counts, self.filled_slots, self._allocated_ns, self._released_ns, self._hits]
-        if self.num_groups > 1:
-            columns.append(self.groups)
-        for column in columns:
-            for source, destination in moves.items():
-                column[destination] = column[source]
-                column[source] = 0
-        old, new = self.num_blocks, plan.num_blocks
+            self._events.relocated(moves)
+        self._columns.resize(new, moves)
         self._free.resize(old, new, moves)
-        for column in columns:
-            column[new:] = [0] * max(0, new - old)
-        self.hashes[new:] = [None] * max(0, new - old)
-        self.parents[new:] = [None] * max(0, new - old)
+        self._index.resize(new)
         self.num_blocks = new
 
     # ------------------------------------------------------------------ truth
@@ -439,135 +370,33 @@ class BlockPool:
         Raises:
             CacheCorruption: with the equation that does not hold.
         """
-        free = list(self._free)
-        if len(set(free)) != len(free):
-            raise CacheCorruption(f"free list holds {len(free) - len(set(free))} blocks twice")
-        if NULL_BLOCK in free or self.ref_counts[NULL_BLOCK] != 0 or self.hashes[NULL_BLOCK] is not None:
-            raise CacheCorruption("the null block was allocated, hashed or freed")
-        unreferenced = {block for block in range(1, self.num_blocks) if self.ref_counts[block] == 0}
-        idle_pinned = set(self._idle_pinned())
-        if unreferenced - idle_pinned != set(free):
-            raise CacheCorruption(
-                f"{len(unreferenced)} blocks have no reference, {len(idle_pinned)} of them are pinned, but {len(free)} "
-                "are free"
-            )
-        if len(idle_pinned) != self.num_idle_pinned or not self.pinned.keys() <= self._index.keys():
+        idle_pinned = self._idle_pinned()
+        check_blocks(self.ref_counts, self._free, self._index, idle_pinned)
+        if len(idle_pinned) != self.num_idle_pinned or not all(content in self._index for content in self.pinned):
             raise CacheCorruption(
                 f"{len(idle_pinned)} pinned blocks have no reference, not {self.num_idle_pinned}, or pinned content is "
                 "gone"
             )
-        if min(self.ref_counts) < 0:
-            raise CacheCorruption(f"reference count {min(self.ref_counts)} is negative")
         if sum(self.ref_counts) != self.num_references:
             raise CacheCorruption(f"reference counts sum to {sum(self.ref_counts)}, not {self.num_references}")
-        inverse = {content: block for block, content in enumerate(self.hashes) if content is not None}
-        if inverse != self._index:
-            raise CacheCorruption(f"prefix index has {len(self._index)} entries, blocks have {len(inverse)} hashes")
-        cached = {block for block in free if self.hashes[block] is not None}
-        if cached != set(self._free.cached()):
-            listed = self._free.num_cached
-            raise CacheCorruption(f"{len(cached)} free blocks have a hash, but {listed} are listed as cached")
 
     # ------------------------------------------------------------------ parts
 
     def _idle_pinned(self) -> list[BlockId]:
         """Return the blocks that are pinned and not used. O(pinned)."""
-        blocks = (self._index[content] for content in self.pinned if content in self._index)
-        return [block for block in blocks if self.ref_counts[block] == 0]
+        blocks = (self._index.find(content) for content in self.pinned)
+        return [block for block in blocks if block is not None and self.ref_counts[block] == 0]
 
     def _evict(self, count: int, beneficiary: str, reason: EvictionReason) -> list[BlockId]:
         """Drop the content of the `count` least recently used cached blocks; the caller decides where they go."""
-        blocks: list[BlockId] = []
-        hashes: list[BlockHash] = []
-        for _ in range(count):
-            block = self._free.take_oldest_cached()
-            content = self.hashes[block]
-            assert content is not None, f"cached block {block} has no hash"
-            del self._index[content]
-            self.hashes[block] = None
-            blocks.append(block)
-            hashes.append(content)
+        blocks = self._free.take_oldest_cached(count)
+        hashes = self._index.drop(blocks)
         if reason != "pressure":
             self._evicted.discard(hashes)
         if self._log.active:
             if reason == "pressure" and self.tier == "device":
                 self._evicted.add(hashes, self.num_blocks)
-            self._emit_evicted(blocks, hashes, reason, beneficiary)
+            self._events.evicted(blocks, hashes, reason, beneficiary)
         if self.on_evict is not None and reason == "pressure":
             self.on_evict(blocks, hashes)
         return blocks
-
-    def _emit_evicted(
-        self, blocks: list[BlockId], hashes: list[BlockHash], reason: EvictionReason, beneficiary: str
-    ) -> None:
-        """Report evicted blocks, group by group."""
-        if self.num_groups == 1:
-            self._log.append(self._evicted_event(blocks, hashes, reason, beneficiary))
-            return
-        by_group: dict[int, tuple[list[BlockId], list[BlockHash]]] = {}
-        for block, content in zip(blocks, hashes, strict=True):
-            some_blocks, some_hashes = by_group.setdefault(self.groups[block], ([], []))
-            some_blocks.append(block)
-            some_hashes.append(content)
-        for group, evicted in by_group.items():
-            self._log.append(self._evicted_event(*evicted, reason, beneficiary, group))
-
-    def _evicted_event(
-        self,
-        blocks: list[BlockId],
-        hashes: list[BlockHash],
-        reason: EvictionReason,
-        beneficiary: str,
-        group: int = 0,
-    ) -> BlocksEvicted:
-        now, allocated, released, hits = self._log.now_ns, self._allocated_ns, self._released_ns, self._hits
-        return BlocksEvicted(
-            list(hashes),
-            list(blocks),
-            [now - allocated[block] for block in blocks],
-            [now - released[block] for block in blocks],
-            [hits[block] for block in blocks],
-            reason,
-            beneficiary,
-            self.tier,
-            GROUPS[group],
-        )
-
-    def _emit_relocated(self, moves: dict[BlockId, BlockId]) -> None:
-        """Report blocks that move, group by group; their groups are still those of the places that they leave."""
-        by_group: dict[int, dict[BlockId, BlockId]] = {}
-        for source, destination in moves.items():
-            by_group.setdefault(self.groups[source] if self.groups else 0, {})[source] = destination
-        for group, some in by_group.items():
-            self._log.append(BlocksRelocated(list(some), list(some.values()), self.tier, GROUPS[group]))
-
-    def _emit_stored(
-        self,
-        blocks: Sequence[BlockId],
-        hashes: Sequence[BlockHash],
-        parent: BlockHash | None,
-        source: StoredRun,
-        first: int,
-    ) -> None:
-        """Report blocks that were stored; `first` is the place of the first of them among those that were given."""
-        if not blocks or not self._log.active:
-            return
-        self._log.append(
-            BlocksStored(
-                list(hashes),
-                list(blocks),
-                parent,
-                self.tier,
-                request=source.owner.request,
-                sequence=source.owner.sequence,
-                first_index=source.first_index + first,
-                token_ids=source.token_ids and source.token_ids[first : first + len(blocks)],
-                parents=_told(source.parents, first, first + len(blocks)),
-                group=GROUPS[source.group],
-            )
-        )
-
-
-def _told(parents: list[BlockHash | None] | None, first: int, end: int) -> list[bytes] | None:
-    """Return the parents of some blocks as events tell them."""
-    return None if parents is None else [each or b"" for each in parents[first:end]]

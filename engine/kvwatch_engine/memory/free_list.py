@@ -46,16 +46,18 @@ class FreeList:
         return iter(self._cached)
 
     def take_empty(self, count: int) -> list[BlockId]:
-        """Remove and return `count` empty blocks; there must be so many."""
-        if count == 0:
+        """Remove and return `count` empty blocks, or all if there are fewer."""
+        empty = self._empty
+        if count == 0 or not empty:
             return []
-        taken = self._empty[: -count - 1 : -1]
-        del self._empty[-count:]
+        taken = empty[: -count - 1 : -1]
+        del empty[-count:]
         return taken
 
-    def take_oldest_cached(self) -> BlockId:
-        """Remove and return the cached block that was released longest ago."""
-        return self._cached.popitem(last=False)[0]
+    def take_oldest_cached(self, count: int) -> list[BlockId]:
+        """Remove and return the `count` cached blocks that were released longest ago; there must be so many."""
+        take = self._cached.popitem
+        return [take(False)[0] for _ in range(count)]  # not the last; by name it would be slower
 
     def add_empty(self, block: BlockId) -> None:
         """Add a block without content."""

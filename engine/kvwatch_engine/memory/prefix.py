@@ -34,23 +34,15 @@ class Prefix:
 def find_prefix(
     hashes: Sequence[BlockHash], groups: Sequence[GroupTables], find: Callable[[BlockHash], BlockId | None]
 ) -> Prefix:
-    """Return the blocks that hold the longest known prefix of a hash chain.
+    """Return the blocks that hold the longest known prefix of a hash chain, in every group what is seen of it.
 
     Args:
         hashes: of the first group; those of the others follow from them.
         groups: all KV groups.
         find: returns the block that holds something.
     """
-    if len(groups) > 1 or groups[0].window is not None:
-        length = longest_prefix(hashes, groups, lambda content: find(content) is not None)
-        return _blocks_of(hashes, length, groups, find)
-    blocks: list[BlockId] = []
-    for content in hashes:
-        block = find(content)
-        if block is None:
-            break
-        blocks.append(block)
-    return Prefix((blocks,))
+    length = longest_prefix(hashes, groups, lambda content: find(content) is not None)
+    return _blocks_of(hashes, length, groups, find)
 
 
 def longest_prefix(

@@ -4,7 +4,8 @@ From these alone (and `StepScheduled` for filled slots) a ledger rebuilds the po
 block table contains it, else *cached* when it still has a hash, else *empty*. Numbers 10 to 29.
 """
 
-from typing import Annotated, Literal, get_args
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -101,6 +102,10 @@ class BlocksEvicted(Event):
     since they became resident, where that is known.
     """
 
+    # An engine that makes room is in a hurry: it may put the times themselves where ages and idle times belong, as
+    # tuples. Whoever reads the event finds the ages.
+    is_settled_late: ClassVar[bool] = True
+
     hashes: Annotated[list[bytes], identity(1, "Hashes that left the prefix index.")]
     block_ids: Annotated[list[int], identity(2, "Blocks that became empty, oldest first.")]
     ages_ns: Annotated[list[int], value(3, "Time since each block was allocated.", "ns")]
@@ -112,6 +117,16 @@ class BlocksEvicted(Event):
     request: Annotated[str, identity(7, "Request for which room was made; empty for a reset.")]
     tier: Annotated[Tier, label(8, "Tier of the blocks.")] = "device"
     group: Annotated[Group, label(9, "KV group of the blocks.")] = "0"
+
+    def settle(self) -> None:
+        """Compute ages and idle times where the emitter has only noted times, which are in tuples."""
+        now = self.time_ns
+        ages: Sequence[int] = self.ages_ns
+        if isinstance(ages, tuple):
+            self.ages_ns = [now - time_ns for time_ns in ages]
+        idles: Sequence[int] = self.idles_ns
+        if isinstance(idles, tuple):
+            self.idles_ns = [now - time_ns for time_ns in idles]
 
 
 @event(

@@ -3,12 +3,16 @@
 from hashlib import sha256
 from itertools import combinations, product
 
+import pytest
+
+from kvwatch_engine.contracts.block import BlockHash
 from kvwatch_engine.memory.block_hash import (
     ExtraKey,
     HashChain,
     KeyTag,
     MultimodalItem,
     block_hash,
+    block_hashes,
     root_hash,
     salt_digest,
     sequence_keys,
@@ -94,3 +98,17 @@ def test_what_telemetry_calls_a_salt_tells_salts_and_tenants_apart_and_not_what_
     assert len(set(digests)) == len(pairs)
     assert digests[0] == ""
     assert all(len(digest) == 32 for digest in digests[1:])
+
+
+@pytest.mark.parametrize("num_blocks", [1, 63, 64, 65, 130])
+def test_many_blocks_hashed_at_once_are_called_as_one_by_one(num_blocks: int) -> None:
+    token_ids = [number * 7919 % 50_000 for number in range(3 * num_blocks)]
+    parent = root_hash([])
+    expected: list[BlockHash] = []
+    for start in range(0, len(token_ids), 3):
+        expected.append(block_hash(expected[-1] if expected else parent, token_ids[start : start + 3]))
+
+    assert block_hashes(parent, token_ids, 3) == expected
+    chain = HashChain(parent, 3)
+    assert list(chain.upto(1, lambda start, end: token_ids[start:end])) == expected[:1]
+    assert list(chain.upto(num_blocks, lambda start, end: token_ids[start:end])) == expected

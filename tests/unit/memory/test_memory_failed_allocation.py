@@ -27,7 +27,7 @@ def refuse(manager: BlockManager, number: int) -> None:
 def test_a_prefix_hit_is_given_back() -> None:
     manager, ledger = followed_manager(8)
     assert manager.open(A, Prefix(), 8)
-    manager.pool.store(manager.table(A), [BlockHash(b"1" * 32), BlockHash(b"2" * 32)], None, StoredRun(A, 0))
+    manager.pool.store(list(manager.table(A)), [BlockHash(b"1" * 32), BlockHash(b"2" * 32)], None, StoredRun(A, 0))
     prefix = Prefix((list(manager.table(A)),))
     manager.release(A, "finished")
     refuse(manager, 1)

@@ -60,7 +60,7 @@ def cached_and_used(manager: BlockManager) -> tuple[list[BlockId], list[BlockHas
     pool = manager.pool
     assert manager.open(A, Prefix(), 16)
     hashes = [BlockHash(bytes([i]) * 32) for i in range(4)]
-    pool.store(manager.table(A), hashes, None, StoredRun(A, 0))
+    pool.store(list(manager.table(A)), hashes, None, StoredRun(A, 0))
     assert manager.open(B, Prefix(), 8)
     manager.release(A, "finished")
     return list(manager.table(B)), hashes

@@ -4,7 +4,6 @@ There are no block tables behind the device, but events name the owner of each b
 say who holds what. So what each owner took is remembered in the order of the events.
 """
 
-from collections.abc import Sequence
 from typing import Final
 
 from msgspec import structs
@@ -39,14 +38,13 @@ class TierPool(BlockPool):
             self._held.setdefault(owner, []).extend(blocks)
         return blocks
 
-    def reuse(self, blocks: Sequence[BlockId], owner: Owner, group: int = 0) -> None:
+    def reuse(self, blocks: list[BlockId], owner: Owner, group: int = 0) -> None:
         """Hold blocks that are about to be read, see `BlockPool.reuse`."""
         super().reuse(blocks, owner, group)
         self._held.setdefault(owner, []).extend(blocks)
 
-    def release(self, blocks: Sequence[BlockId], owner: Owner, reason: ReleaseReason, group: int = 0) -> None:
+    def release(self, blocks: list[BlockId], owner: Owner, reason: ReleaseReason, group: int = 0) -> None:
         """Give blocks up, see `BlockPool.release`."""
-        blocks = list(blocks)
         super().release(blocks, owner, reason, group)
         held = self._held.get(owner, [])
         if held[: -len(blocks) - 1 : -1] == blocks:  # all of it, or what was taken last: nearly always
