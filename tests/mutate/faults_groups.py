@@ -15,6 +15,9 @@ JOINS = f"{UNIT}::test_who_joins_another_gives_up_its_own_in_every_group"
 MOVES = f"{UNIT}::test_blocks_that_are_evicted_or_move_keep_their_groups"
 HASHES = "tests/unit/memory/test_memory_block_hash.py"
 DIVISION = "tests/unit/model/test_model_kv_groups.py"
+GENERAL = (
+    "tests/integration/test_model_transformers.py::test_text_is_transformers_with_windows_prefix_hits_and_preemptions"
+)
 TEXTS = "tests/integration/test_kv_groups.py::test_text_is_transformers_cold_and_warm[gemma3-True-4]"
 SERVED = "tests/integration/test_kv_groups_serve.py"
 TABLES = "engine/kvwatch_engine/memory/group_tables.py"
@@ -214,14 +217,22 @@ GROUPS = (
         file="engine/kvwatch_engine/model/attention.py",
         old="            self._batches[group]\n",
         new="            self._batches[0 * group]\n",
-        tests=(TEXTS,),
+        tests=(GENERAL,),
     ),
     Fault(
         name="layers-write-to-the-first-groups-slots",
         stands_for="Keys and values of all layers go where the first group's table says.",
         file="engine/kvwatch_engine/model/attention.py",
-        old="            self._slots[group],\n            norm_weight=norm_weight,\n",
-        new="            self._slots[0 * group],\n            norm_weight=norm_weight,\n",
+        old="kv_store(key, value, *cache, self._slots[group], **scales)",
+        new="kv_store(key, value, *cache, self._slots[0 * group], **scales)",
+        tests=(GENERAL,),
+    ),
+    Fault(
+        name="all-layers-are-of-the-first-group",
+        stands_for="All layers read and write through the table and the slots of the first group, whichever way.",
+        file="engine/kvwatch_engine/model/layer_caches.py",
+        old="        return group, self._cache.layer(place), ",
+        new="        return 0 * group, self._cache.layer(place), ",
         tests=(TEXTS,),
     ),
     Fault(

@@ -9,6 +9,7 @@ from kvwatch_engine.contracts.cache import KVCacheSpec
 from kvwatch_engine.contracts.step import GroupBlocks, Int32Array, StepInput
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.kv_groups import ONE_GROUP, LayerPlaces
+from kvwatch_engine.model.layer_caches import LayerCaches
 from kvwatch_kernels.cpu.warmup import warm_up
 from kvwatch_kernels.kv_store import kv_store
 from kvwatch_kernels.paged_attention import AttentionBatch
@@ -22,7 +23,7 @@ class StepAttention:
     What is the same for all layers of a KV group is checked and laid out once. Engine thread only.
     """
 
-    __slots__ = ("_batches", "_cache", "_places", "_slots")
+    __slots__ = ("_batches", "_layers", "_slots")
 
     def __init__(
         self,
@@ -42,19 +43,13 @@ class StepAttention:
             context_lens: i32[num_seqs].
             places: where each layer's keys and values lie.
         """
-        self._cache = cache
-        self._places = places
+        self._layers = LayerCaches(cache, places)
         num_slots = cache.num_blocks * cache.spec.block_size
         self._slots = [SlotMapping(group.slot_mapping, num_slots) for group in groups]
-        key_scales, value_scales = cache.layer_scales(0)
+        _, layer, scales = self._layers.of(0)
         self._batches = [
             AttentionBatch(
-                *cache.layer(0),
-                block_tables=group.block_tables,
-                query_starts=query_starts,
-                context_lens=context_lens,
-                key_scales=key_scales,
-                value_scales=value_scales,
+                *layer, block_tables=group.block_tables, query_starts=query_starts, context_lens=context_lens, **scales
             )
             for group in groups
         ]
@@ -96,18 +91,8 @@ class StepAttention:
         Returns:
             `[num_tokens, num_heads, head_dim]`: the queries, a view of `qkv`.
         """
-        group, place = self._places.of(layer)
-        key_scales, value_scales = self._cache.layer_scales(place)
-        return rotate_and_store(
-            qkv,
-            *angles,
-            *self._cache.layer(place),
-            self._slots[group],
-            norm_weight=norm_weight,
-            eps=eps,
-            key_scales=key_scales,
-            value_scales=value_scales,
-        )
+        group, cache, scales = self._layers.of(layer)
+        return rotate_and_store(qkv, *angles, *cache, self._slots[group], norm_weight=norm_weight, eps=eps, **scales)
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write a layer's keys and values to the cache.
@@ -117,16 +102,8 @@ class StepAttention:
             key: `[num_tokens, num_kv_heads, head_dim]`, last dimension contiguous, rotated as the model does.
             value: `[num_tokens, num_kv_heads, head_dim]`, last dimension contiguous.
         """
-        group, place = self._places.of(layer)
-        key_scales, value_scales = self._cache.layer_scales(place)
-        kv_store(
-            key,
-            value,
-            *self._cache.layer(place),
-            self._slots[group],
-            key_scales=key_scales,
-            value_scales=value_scales,
-        )
+        group, cache, scales = self._layers.of(layer)
+        kv_store(key, value, *cache, self._slots[group], **scales)
 
     def attend(
         self,
@@ -149,19 +126,10 @@ class StepAttention:
         Returns:
             `[num_tokens, num_heads * head_dim]`, contiguous.
         """
-        group, place = self._places.of(layer)
-        key_scales, value_scales = self._cache.layer_scales(place)
+        group, cache, scales = self._layers.of(layer)
         return (
             self._batches[group]
-            .attend(
-                query,
-                *self._cache.layer(place),
-                scale=scale,
-                sliding_window=sliding_window,
-                soft_cap=soft_cap,
-                key_scales=key_scales,
-                value_scales=value_scales,
-            )
+            .attend(query, *cache, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap, **scales)
             .flatten(1)
         )
 

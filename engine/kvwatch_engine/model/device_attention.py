@@ -8,6 +8,7 @@ import torch
 
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.kv_groups import LayerPlaces
+from kvwatch_engine.model.layer_caches import LayerCaches
 from kvwatch_engine.model.staging import StagedStep
 from kvwatch_kernels.triton.attention import DeviceBatch, triton_paged_attention
 from kvwatch_kernels.triton.store import triton_kv_store, triton_rotate_and_store
@@ -16,7 +17,7 @@ from kvwatch_kernels.triton.store import triton_kv_store, triton_rotate_and_stor
 class DeviceAttention:
     """Attention of all layers for one staged step. Engine thread only; everything is enqueued on the current stream."""
 
-    __slots__ = ("_batches", "_cache", "_places", "_slots")
+    __slots__ = ("_batches", "_layers", "_slots")
 
     def __init__(
         self, cache: KVCache, staged: StagedStep, places: LayerPlaces, max_query_len: int, max_context_len: int
@@ -30,8 +31,7 @@ class DeviceAttention:
             max_query_len: no sequence has more tokens in this step, nor in any that a graph of it is replayed for.
             max_context_len: no context is longer, likewise.
         """
-        self._cache = cache
-        self._places = places
+        self._layers = LayerCaches(cache, places)
         self._slots = [group.slot_mapping for group in staged.groups]
         self._batches = [
             DeviceBatch(
@@ -54,32 +54,14 @@ class DeviceAttention:
         eps: float,
     ) -> torch.Tensor:
         """Rotate a layer's queries and keys, write keys and values to the cache; see `StepAttention`."""
-        group, place = self._places.of(layer)
-        key_scales, value_scales = self._cache.layer_scales(place)
-        triton_rotate_and_store(
-            qkv,
-            *angles,
-            *self._cache.layer(place),
-            self._slots[group],
-            norm_weight=norm_weight,
-            eps=eps,
-            key_scales=key_scales,
-            value_scales=value_scales,
-        )
-        return qkv[:, : qkv.shape[1] - 2 * self._cache.spec.num_kv_heads]
+        group, cache, scales = self._layers.of(layer)
+        triton_rotate_and_store(qkv, *angles, *cache, self._slots[group], norm_weight=norm_weight, eps=eps, **scales)
+        return qkv[:, : qkv.shape[1] - 2 * cache[0].shape[1]]
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write a layer's keys and values to the cache; see `StepAttention`."""
-        group, place = self._places.of(layer)
-        key_scales, value_scales = self._cache.layer_scales(place)
-        triton_kv_store(
-            key,
-            value,
-            *self._cache.layer(place),
-            self._slots[group],
-            key_scales=key_scales,
-            value_scales=value_scales,
-        )
+        group, cache, scales = self._layers.of(layer)
+        triton_kv_store(key, value, *cache, self._slots[group], **scales)
 
     def attend(
         self,
@@ -91,18 +73,16 @@ class DeviceAttention:
         soft_cap: float | None = None,
     ) -> torch.Tensor:
         """Attend to what each query may see; see `StepAttention`."""
-        group, place = self._places.of(layer)
-        key_scales, value_scales = self._cache.layer_scales(place)
+        group, cache, scales = self._layers.of(layer)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         triton_paged_attention(
             query,
-            *self._cache.layer(place),
+            *cache,
             self._batches[group],
             scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
-            key_scales=key_scales,
-            value_scales=value_scales,
+            **scales,
             out=out,
         )
         return out.flatten(1)

@@ -14,6 +14,7 @@ from kvwatch_engine.model.attention import StepAttention
 from kvwatch_engine.model.causal_model import CausalModel
 from kvwatch_engine.model.decoder import Decoder, LayerWeights, LinearLayer, StepImages
 from kvwatch_engine.model.kv_groups import LayerPlaces
+from kvwatch_engine.model.layer_caches import LayerCaches
 from kvwatch_engine.model.linear import Linear
 from kvwatch_kernels.forward import ForwardLayer, ForwardProgram, ForwardShape, Operation, can_run_forward
 from kvwatch_kernels.linear import PackedWeight
@@ -28,8 +29,7 @@ class WholeForward:
     def __init__(self, decoder: Decoder, cache: KVCache, places: LayerPlaces) -> None:
         """Bind a decoder to a cache; `of` says whether that is possible."""
         self._decoder = decoder
-        self._cache = cache
-        self._places = places
+        self._layers = LayerCaches(cache, places)
         self._program: ForwardProgram | None = None
 
     @classmethod
@@ -105,9 +105,7 @@ class WholeForward:
         return ForwardProgram(shape, layers, max_tokens, len(self._decoder.rotaries))
 
     def _layer(self, index: int, weights: LayerWeights) -> ForwardLayer:
-        group, place = self._places.of(index)
-        key_cache, value_cache = self._cache.layer(place)
-        key_scales, value_scales = self._cache.layer_scales(place)
+        group, (key_cache, value_cache), scales = self._layers.of(index)
         return ForwardLayer(
             attention_norm=weights.attention_norm,
             qkv=_packed(weights.qkv),
@@ -123,8 +121,7 @@ class WholeForward:
             sliding_window=self._decoder.config.sliding_windows[index],
             key_cache=key_cache,
             value_cache=value_cache,
-            key_scales=key_scales,
-            value_scales=value_scales,
+            **scales,
         )
 
 
