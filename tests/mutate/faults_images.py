@@ -38,7 +38,7 @@ IMAGES = (
         name="placeholder-as-an-answer",
         stands_for="The model answers with a placeholder, behind which there is no image.",
         file="engine/kvwatch_engine/model/runner.py",
-        old="            logits[:, encoder.input.placeholder_id] = NEVER  # no image would stand behind it\n",
+        old="            forward.logits[:, encoder.input.placeholder_id] = NEVER  # no image would stand behind it\n",
         new="            pass\n",
         tests=(f"{EQUALITY}::test_a_placeholder_is_never_generated_however_much_it_is_wanted",),
     ),

@@ -1,5 +1,6 @@
 """Asks the trial process, with a deadline. Whatever becomes of it, the next grammar finds one that works."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -124,6 +125,7 @@ class Trials:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # NumPy's threads: a process that forks has none
             )
         self._control = ours
         try:
