@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvwatch_kernels.cpu.linear import PackedWeight, compiled_linear, has_fast_linear, has_fast_pairs, packed_layer
-from kvwatch_kernels.cpu.linear_product import multiplies_pairs
+from kvwatch_kernels.cpu.pairs import multiplies_pairs
 from kvwatch_kernels.errors import ShapeError
 
 __all__ = ["PackedWeight", "can_pack", "is_fast", "linear", "pack_weight", "WEIGHT_DTYPES"]

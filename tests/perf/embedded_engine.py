@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from kvwatch_engine.huge_pages import use_huge_pages
 from kvwatch_engine.threads import bound_spinning, bound_turns
 
 bound_spinning()  # before torch is imported, as `kvwatch serve` does
 bound_turns()
+use_huge_pages()
 
 from kvwatch.errors import ControlError
 from kvwatch.telemetry.log import EventLog

@@ -33,6 +33,7 @@ from kvwatch_engine.contracts.cache import KVGroup
 from kvwatch_engine.contracts.model import ModelInfo
 from kvwatch_engine.contracts.tenant import tenant_salt
 from kvwatch_engine.engine import Engine
+from kvwatch_engine.huge_pages import use_huge_pages
 from kvwatch_engine.live import LiveEngine, LiveJournal, RebuildLimits
 from kvwatch_engine.serve.admin import declared, tokenize_as_completions
 from kvwatch_engine.serve.asked import asked_model
@@ -111,8 +112,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
     asked = asked_model(settings, loras)
     log = EventLog()
     kv_events = make_kv_events(settings, log.clock)
-    bound_spinning()  # before torch is imported
-    bound_turns()
+    _prepare_process()
     with bind(_join(settings.host, settings.port), "--host and --port") as bound:
         from kvwatch.http_protocol import BoundedRequestProtocol
         from kvwatch_engine.server import OutputDispatcher, ServerSettings, create_app
@@ -271,3 +271,10 @@ def _shown_groups(groups: Sequence[KVGroup]) -> str:
         f"{number}: {len(group.layers)} layers, {'all tokens' if group.window is None else f'window {group.window}'}"
         for number, group in enumerate(groups)
     )
+
+
+def _prepare_process() -> None:
+    """Set what torch and the interpreter read of their surroundings, before torch is imported."""
+    bound_spinning()
+    bound_turns()
+    use_huge_pages()

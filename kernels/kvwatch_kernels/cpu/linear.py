@@ -32,8 +32,9 @@ from kvwatch_kernels.cpu.linear_body import (
     run_linear,
     run_paired_linear,
 )
-from kvwatch_kernels.cpu.linear_product import MAX_ROWS, PANEL, multiplies_pairs
+from kvwatch_kernels.cpu.linear_product import MAX_ROWS, PANEL
 from kvwatch_kernels.cpu.memory import i64_at
+from kvwatch_kernels.cpu.pairs import multiplies_pairs
 from kvwatch_kernels.cpu.vectors import LANES
 
 _BF16_BYTES = 2

@@ -12,7 +12,7 @@ products of a pair are summed by one instruction, in its own rounding, and the c
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.typing.templates import signature
 
@@ -21,6 +21,7 @@ from kvwatch_kernels.cpu.compiled import subroutine
 from kvwatch_kernels.cpu.elements import BF16_POINTER, F32_POINTER, I32_POINTER
 from kvwatch_kernels.cpu.loops import rolled_range
 from kvwatch_kernels.cpu.memory import Pointer, prefetch
+from kvwatch_kernels.cpu.pairs import add_pairs
 from kvwatch_kernels.cpu.registers import Part, host_registers, product_parts
 from kvwatch_kernels.cpu.vectors import F32_LANES, I32_LANES, I64, LANES, Emitter, broadcast, emitted, emitted_for, fma
 
@@ -45,12 +46,6 @@ _CASES: tuple[Operands, ...] = (
 )
 
 
-def multiplies_pairs() -> bool:
-    """Whether this processor has the instruction for pairs of bfloat16."""
-    features = binding.get_host_cpu_features()
-    return bool(features.get("avx512bf16") and features.get("avx512f"))
-
-
 def _is_paired(case: Operands) -> bool:
     """Whether x is pairs of bfloat16 in 32 bits, as the panel then is: one pair of features' neighbours a lane."""
     return bool(case[0] == I32_POINTER)
@@ -71,27 +66,6 @@ def split_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> list[ir.Value]:
     shift = ir.Constant(I32_LANES, [16] * LANES)
     mask = ir.Constant(I32_LANES, [-(1 << 16)] * LANES)
     return [builder.bitcast(bits, F32_LANES) for bits in (builder.shl(pairs, shift), builder.and_(pairs, mask))]
-
-
-class _PairLanes(ir.Type):  # type: ignore[misc]  # llvmlite is untyped
-    """Lanes of two bfloat16 each, a type that llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return f"<{2 * LANES} x bfloat>"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _PairLanes)
-
-    def __hash__(self) -> int:
-        return hash(_PairLanes)
-
-
-def _add_pairs(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Emit `sums` plus, lane by lane, the products of both halves of 32-bit pairs."""
-    pairs = _PairLanes()
-    function_type = ir.FunctionType(F32_LANES, [F32_LANES, pairs, pairs])
-    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return builder.call(function, [sums, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
 
 
 def _panel_loader(builder: ir.IRBuilder, panel: ir.Value, case: Operands, vectors: range) -> PanelLoader:
@@ -126,7 +100,7 @@ def _emit_part(
         for place, value in zip(row_sums, starts, strict=True):
             builder.store(value, place)
     load = _panel_loader(builder, panel, case, part.vectors)
-    add = _add_pairs if _is_paired(case) else _add_product
+    add = add_pairs if _is_paired(case) else _add_product
     with rolled_range(builder, depth) as step:
         weights = load(step)
         _emit_prefetch(builder, ahead, ahead_step, step, num_lines)

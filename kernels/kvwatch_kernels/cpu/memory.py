@@ -91,6 +91,12 @@ def pointer_like(builder: ir.IRBuilder, _sig: Any, like: ir.Value, address: ir.V
     return builder.inttoptr(address, like.type)
 
 
+@emitted_for(*(signature(types.int64, pointer) for pointer in (*ELEMENT_POINTERS, *INTEGER_POINTERS)))
+def address_of(builder: ir.IRBuilder, _sig: Any, pointer: ir.Value) -> ir.Value:
+    """`address_of(pointer)`: where it points to."""
+    return builder.ptrtoint(pointer, I64)
+
+
 @emitted_for(*(signature(pointer, pointer, types.int64) for pointer in (*ELEMENT_POINTERS, *INTEGER_POINTERS)))
 def advance(builder: ir.IRBuilder, _sig: Any, pointer: ir.Value, elements: ir.Value) -> ir.Value:
     """`advance(pointer, n)`: the pointer moved by n elements."""

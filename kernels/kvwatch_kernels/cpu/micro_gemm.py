@@ -3,7 +3,7 @@
 Up to four rows of A times a strip of B, two or four vectors wide, stay in registers while the depth is walked: in
 parts, where a processor has fewer of them than AVX-512 (`registers.py`). Each element is one chain of fused
 multiply-adds in ascending depth, so its bits depend neither on the number of rows nor on the width of the strip. All
-operands are float32 scratch.
+operands are float32 scratch; scores of bfloat16 may be made of pairs instead (`pairs.py`).
 """
 
 from typing import Any
@@ -13,10 +13,22 @@ from numba.core import cgutils, types
 from numba.core.typing.templates import signature
 
 from kvwatch_kernels.cpu.compiled import subroutine
-from kvwatch_kernels.cpu.elements import ELEMENT_POINTERS, ELEMENTS, F32_POINTER, I64_POINTER
+from kvwatch_kernels.cpu.elements import ELEMENT_POINTERS, ELEMENTS, F32_POINTER, I32_POINTER, I64_POINTER
 from kvwatch_kernels.cpu.memory import CACHE_LINE_BYTES, Pointer, emit_load, prefetch
+from kvwatch_kernels.cpu.pairs import add_pairs
 from kvwatch_kernels.cpu.registers import Part, host_registers, product_parts
-from kvwatch_kernels.cpu.vectors import F32_LANES, I64, LANES, Emitter, broadcast, emitted, emitted_for, fma, lanes_of
+from kvwatch_kernels.cpu.vectors import (
+    F32_LANES,
+    I32_LANES,
+    I64,
+    LANES,
+    Emitter,
+    broadcast,
+    emitted,
+    emitted_for,
+    fma,
+    lanes_of,
+)
 
 TILE = 4 * LANES
 """Token positions in one tile. Part of the reduction order: changing it changes bits."""
@@ -33,13 +45,21 @@ def _vector_at(builder: ir.IRBuilder, pointer: ir.Value, index: int) -> ir.Value
 def _emit_chains(
     builder: ir.IRBuilder, a_rows: list[ir.Value], load_b: Any, vectors: range, depth: ir.Value, sums: Any
 ) -> None:
-    """Emit `sums[row][vector] += A[row, k] * B[k, vector]` for k = 0 to depth - 1; `load_b(k, vector)` emits B."""
+    """Emit `sums[row][vector] += A[row, k] * B[k, vector]` for k = 0 to depth - 1; `load_b(k, vector)` emits B.
+
+    A and B are float32, or pairs of bfloat16 in 32 bits.
+    """
     with cgutils.for_range(builder, depth) as loop:
         strip = [load_b(loop.index, index) for index in vectors]
         for a_row, row_sums in zip(a_rows, sums, strict=True):
             factor = broadcast(builder, builder.load(builder.gep(a_row, [loop.index])))
             for vector, place in zip(strip, row_sums, strict=True):
-                builder.store(fma(builder, factor, vector, builder.load(place)), place)
+                before = builder.load(place)
+                is_paired = vector.type == I32_LANES
+                after = (
+                    add_pairs(builder, before, factor, vector) if is_paired else fma(builder, factor, vector, before)
+                )
+                builder.store(after, place)
 
 
 _OPERANDS = (F32_POINTER, types.int64, F32_POINTER, types.int64, types.int64, F32_POINTER, types.int64)
@@ -74,12 +94,12 @@ def _emit_part(builder: ir.IRBuilder, part: Part, operands: tuple[Any, ...], sca
             builder.store(builder.load(place), _vector_at(builder, c_row, index), align=4)
 
 
-def _strided_rows(builder: ir.IRBuilder, b: ir.Value, stride: ir.Value) -> Any:
-    """Loader of B from float32 rows `stride` apart."""
+def _strided_rows(builder: ir.IRBuilder, b: ir.Value, stride: ir.Value, lanes: ir.Type = F32_LANES) -> Any:
+    """Loader of B from rows `stride` apart, of float32 or of pairs."""
 
     def load_b(depth: ir.Value, index: int) -> ir.Value:
-        row = builder.gep(b, [builder.mul(depth, stride)])
-        return builder.load(_vector_at(builder, row, index), align=4)
+        row = builder.bitcast(builder.gep(b, [builder.mul(depth, stride)]), lanes.as_pointer())
+        return builder.load(builder.gep(row, [ir.Constant(I64, index)]), align=4)
 
     return load_b
 
@@ -107,13 +127,15 @@ def _rows_at(
 
 
 def _product_from_zero(rows: int) -> Emitter:
-    def product(builder: ir.IRBuilder, *operands: ir.Value) -> None:
+    def product(builder: ir.IRBuilder, sig: Any, *operands: ir.Value) -> None:
         a, a_stride, b, b_stride, depth, c, c_stride = operands
-        load_b = _strided_rows(builder, b, b_stride)
+        load_b = _strided_rows(builder, b, b_stride, I32_LANES if sig.args[2] == I32_POINTER else F32_LANES)
         _emit_product(builder, rows, WIDE, (a, a_stride, load_b, depth, c, c_stride), None)
 
     product.__name__ = f"product_from_zero_{rows}"
-    return emitted(types.void, *_OPERANDS)(product)
+    number = types.int64
+    pairs = (I32_POINTER, number, I32_POINTER, number, number, F32_POINTER, number)
+    return emitted_for(*(signature(types.void, *operands) for operands in (_OPERANDS, pairs)))(product)
 
 
 def _product_onto(rows: int, width: int) -> Emitter:
@@ -157,11 +179,11 @@ def multiply(
     """C = A B over one wide strip of B.
 
     Args:
-        a: f32[rows, depth], rows `a_stride` apart.
+        a: f32[rows, depth], rows `a_stride` apart; or i32[rows, depth], pairs of bfloat16.
         a_stride: in elements, as the other strides.
-        b: f32[depth, WIDE], rows `b_stride` apart.
+        b: f32[depth, WIDE], rows `b_stride` apart; or pairs as `a`.
         b_stride: see `a_stride`.
-        depth: number of products summed up in each element.
+        depth: number of products, or of pairs of them, summed up in each element.
         c: f32[rows, WIDE], rows `c_stride` apart; overwritten.
         c_stride: see `a_stride`.
         rows: 1 to `MAX_ROWS`.

@@ -13,7 +13,7 @@ from numba.core import types
 from numba.core.typing.templates import signature
 
 from kvwatch_kernels.cpu.compiled import subroutine
-from kvwatch_kernels.cpu.elements import ELEMENT_POINTERS, ELEMENTS, F32_POINTER, I64_POINTER
+from kvwatch_kernels.cpu.elements import BF16_POINTER, ELEMENT_POINTERS, ELEMENTS, F32_POINTER, I32_POINTER, I64_POINTER
 from kvwatch_kernels.cpu.fields import (
     BLOCK_SIZE,
     FAULT,
@@ -44,13 +44,13 @@ from kvwatch_kernels.cpu.memory import (
     pointer_like,
     prefetch,
     read,
-    read_float,
     store,
     unit_of,
     write,
 )
 from kvwatch_kernels.cpu.micro_gemm import TILE
-from kvwatch_kernels.cpu.vectors import F32_LANES, I32, I32_LANES, I64, LANES, Vector, emitted_for, splat
+from kvwatch_kernels.cpu.pairs import multiplies_pairs
+from kvwatch_kernels.cpu.vectors import I1, I16, I32, I32_LANES, I64, LANES, Vector, emitted_for, splat
 
 _FLOAT_BYTES = 4
 _DWORD_BYTES, _DWORDS = 4, 4
@@ -73,7 +73,7 @@ def _transpose_quads(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Val
 
 def _store_column(builder: ir.IRBuilder, column: ir.Value, target: ir.Value, index: int) -> None:
     place = builder.gep(target, [ir.Constant(I64, index * TILE)])
-    builder.store(column, builder.bitcast(place, F32_LANES.as_pointer()), align=4)
+    builder.store(column, builder.bitcast(place, column.type.as_pointer()), align=4)
 
 
 def _dwords_of_rows(builder: ir.IRBuilder, pointers: list[ir.Value], num_bytes: int) -> ir.Value:
@@ -87,14 +87,18 @@ def _dwords_of_rows(builder: ir.IRBuilder, pointers: list[ir.Value], num_bytes: 
     return parts[0]
 
 
-@emitted_for(*(signature(types.void, like, I64_POINTER, types.int64, F32_POINTER) for like in ELEMENT_POINTERS))
+@emitted_for(
+    *(signature(types.void, like, I64_POINTER, types.int64, F32_POINTER) for like in ELEMENT_POINTERS),
+    signature(types.void, BF16_POINTER, I64_POINTER, types.int64, I32_POINTER),
+)
 def load_transposed(
     builder: ir.IRBuilder, sig: Any, like: ir.Value, addresses: ir.Value, offset: ir.Value, target: ir.Value
 ) -> None:
     """Write elements `offset` to `offset + 15` of sixteen rows as sixteen columns.
 
     `load_transposed(like, addresses, offset, target)`: `addresses` holds the rows' addresses, whose elements are of
-    `like`'s type; row d of `target`, `TILE` floats after row d - 1, receives element `offset + d` of every row.
+    `like`'s type; row d of `target`, `TILE` floats after row d - 1, receives element `offset + d` of every row. If
+    `target` is i32, row d receives the pair of elements `offset + 2 d` and `offset + 2 d + 1`.
     """
     builder.function.attributes.add("noinline")  # once is enough: it is long
     element = ELEMENTS[sig.args[0]]
@@ -110,9 +114,73 @@ def load_transposed(
             pieces = [builder.gep(rows[row], [ir.Constant(I64, start)]) for row in range(first, LANES, 4)]
             quads.append(_dwords_of_rows(builder, pieces, element.num_bytes))
         for index, dwords in enumerate(_transpose_quads(builder, quads)):
+            if sig.args[3] == I32_POINTER:
+                _store_column(builder, dwords, target, start // per_dword + index)
+                continue
             for place in range(per_dword):
                 column = element.element_of_dword(builder, dwords, place)
                 _store_column(builder, column, target, start + index * per_dword + place)
+
+
+@emitted_for(
+    signature(F32_POINTER, F32_POINTER, types.int64),
+    signature(I32_POINTER, I32_POINTER, types.int64),
+)
+def key_row(builder: ir.IRBuilder, sig: Any, keys: ir.Value, offset: ir.Value) -> ir.Value:
+    """`key_row(keys, offset)`: the row of packed keys in which element `offset` is; of pairs, the first of one."""
+    row = builder.lshr(offset, ir.Constant(I64, 1)) if sig.args[0] == I32_POINTER else offset
+    return builder.gep(keys, [builder.mul(row, ir.Constant(I64, TILE))])
+
+
+@emitted_for(signature(types.boolean, F32_POINTER), signature(types.boolean, I32_POINTER))
+def has_pairs(_builder: ir.IRBuilder, sig: Any, _keys: ir.Value) -> ir.Value:
+    """`has_pairs(keys)`: whether packed keys are pairs."""
+    return ir.Constant(I1, int(sig.args[0] == I32_POINTER))
+
+
+def _half_of_pair(builder: ir.IRBuilder, keys: ir.Value, offset: ir.Value, row: ir.Value) -> ir.Value:
+    """Emit a pointer to the 16 bits of element `offset` of key `row`."""
+    place = builder.add(builder.mul(builder.lshr(offset, ir.Constant(I64, 1)), ir.Constant(I64, TILE)), row)
+    halves = builder.bitcast(builder.gep(keys, [place]), I16.as_pointer())
+    return builder.gep(halves, [builder.and_(offset, ir.Constant(I64, 1))])
+
+
+@emitted_for(
+    *(signature(types.void, F32_POINTER, types.int64, types.int64, like) for like in ELEMENT_POINTERS),
+    *(signature(types.void, I32_POINTER, types.int64, types.int64, like) for like in ELEMENT_POINTERS),
+)
+def write_key(
+    builder: ir.IRBuilder, sig: Any, keys: ir.Value, offset: ir.Value, row: ir.Value, source: ir.Value
+) -> None:
+    """`write_key(keys, offset, row, source)`: element `offset` of `source` becomes that of packed key `row`."""
+    value = builder.load(builder.gep(source, [offset]))
+    if sig.args[0] == I32_POINTER:
+        if sig.args[3] == BF16_POINTER:  # no other kind of element is ever packed in pairs
+            builder.store(value, _half_of_pair(builder, keys, offset, row))
+        return
+    place = builder.add(builder.mul(offset, ir.Constant(I64, TILE)), row)
+    builder.store(ELEMENTS[sig.args[3]].widen(builder, value), builder.gep(keys, [place]))
+
+
+@emitted_for(
+    signature(types.void, F32_POINTER, types.int64, types.int64),
+    signature(types.void, I32_POINTER, types.int64, types.int64),
+)
+def clear_key(builder: ir.IRBuilder, sig: Any, keys: ir.Value, offset: ir.Value, row: ir.Value) -> None:
+    """`clear_key(keys, offset, row)`: element `offset` of packed key `row`, one behind its last, becomes zero."""
+    if sig.args[0] == I32_POINTER:
+        builder.store(ir.Constant(I16, 0), _half_of_pair(builder, keys, offset, row))
+
+
+@emitted_for(
+    *(
+        signature(I32_POINTER if like == BF16_POINTER and multiplies_pairs() else F32_POINTER, like, F32_POINTER)
+        for like in ELEMENT_POINTERS
+    )
+)
+def operand_like(builder: ir.IRBuilder, sig: Any, _like: ir.Value, scratch: ir.Value) -> ir.Value:
+    """`operand_like(like, scratch)`: scratch for what scores are made of: pairs of bfloat16, or float32."""
+    return builder.bitcast(scratch, I32.as_pointer()) if sig.return_type == I32_POINTER else scratch
 
 
 @subroutine
@@ -253,7 +321,7 @@ def pack_keys(
         rows: i64[TILE], addresses of the keys.
         count: keys that somebody sees; the rest of the last sixteen is filled with whatever `rows` says.
         head_dim: elements of a key.
-        keys: f32[head_dim, TILE], overwritten: one key per lane, one element per row.
+        keys: f32[head_dim, TILE], overwritten: one key per lane, one element per row; or i32, one pair per row.
         next_rows: i64[TILE], addresses of the next tile's keys.
         next_count: keys of the next tile; none if not positive.
         row_bytes: bytes of a key.
@@ -265,11 +333,13 @@ def pack_keys(
         for offset in range(0, whole, LANES):
             ahead = first + offset // 4
             prefetch_rows(advance(next_rows, ahead), min(next_count - ahead, 4), row_bytes)
-            load_transposed(like, addresses, offset, advance(target, offset * TILE))
+            load_transposed(like, addresses, offset, key_row(target, offset))
         for offset in range(whole, head_dim):
             for row in range(LANES):
-                key = pointer_like(like, read(addresses, row))
-                write(target, offset * TILE + row, read_float(key, offset))
+                write_key(target, offset, row, pointer_like(like, read(addresses, row)))
+        if has_pairs(target) and head_dim % 2:
+            for row in range(LANES):
+                clear_key(target, head_dim, row)
 
 
 @subroutine

@@ -22,8 +22,10 @@ from kvwatch_kernels.cpu.fields import (
 from kvwatch_kernels.cpu.items import SPLIT, Item, QueryTile, first_visible, item_at, take_item
 from kvwatch_kernels.cpu.memory import (
     Pointer,
+    address_of,
     advance,
     bf16_at,
+    copy_bytes,
     f32_at,
     load,
     read,
@@ -41,7 +43,16 @@ from kvwatch_kernels.cpu.micro_gemm import (
     multiply_onto_narrow,
     multiply_onto_wide,
 )
-from kvwatch_kernels.cpu.packing import copy_row, load_scales, locate_rows, pack_keys, pack_values, prefetch_rows
+from kvwatch_kernels.cpu.packing import (
+    copy_row,
+    has_pairs,
+    load_scales,
+    locate_rows,
+    operand_like,
+    pack_keys,
+    pack_values,
+    prefetch_rows,
+)
 from kvwatch_kernels.cpu.scores import bias_row, cap_row, multiply_row
 from kvwatch_kernels.cpu.scratch import Worker
 from kvwatch_kernels.cpu.softmax import softmax_row
@@ -65,7 +76,7 @@ def head_row(tile: QueryTile, group_size: int, row: int, token_stride: int, head
 
 @subroutine
 def load_queries(worker: Worker, tile: QueryTile) -> None:
-    """Bring the tile's queries into scratch as float32, times scale and log2(e)."""
+    """Bring the tile's queries into scratch: as float32, times scale and log2(e), or in pairs as they are."""
     params, padded = worker.params, worker.padded
     scale = splat(float_of_bits(read(params, SCALE)))
     base, num_bytes = read(params, QUERY), read(params, QUERY_BYTES)
@@ -74,12 +85,23 @@ def load_queries(worker: Worker, tile: QueryTile) -> None:
         place = head_row(tile, read(params, GROUP_SIZE), row, token_stride, head_stride)
         source = base + place * num_bytes
         target = advance(worker.scratch.queries, row * padded)
+        if has_pairs(operand_like(worker.like, target)):
+            copy_pairs(source, read(params, HEAD_DIM), target)
+            continue
         if num_bytes == 4:
             copy_row(f32_at(source), read(params, HEAD_DIM), padded, target)
         else:
             copy_row(bf16_at(source), read(params, HEAD_DIM), padded, target)
         for offset in range(0, padded, LANES):
             store(advance(target, offset), load(advance(target, offset)) * scale)
+
+
+@subroutine
+def copy_pairs(source: int, head_dim: int, target: Pointer) -> None:
+    """Copy `head_dim` elements of bfloat16 from an address; an odd one gets a zero beside it."""
+    if head_dim % 2:
+        write(target, head_dim // 2, np.float32(0.0))
+    copy_bytes(address_of(target), source, 2 * head_dim)
 
 
 @subroutine
@@ -123,12 +145,14 @@ def score_keys(worker: Worker, tile: QueryTile) -> None:
     """Scores of all rows against the tile's packed keys."""
     scratch = worker.scratch
     head_dim = read(worker.params, HEAD_DIM)
+    keys = operand_like(worker.like, scratch.keys)
+    depth = (head_dim + 1) // 2 if has_pairs(keys) else head_dim
     row = 0
     while row < tile.num_rows:
         count = min(tile.num_rows - row, MAX_ROWS)
-        queries = advance(scratch.queries, row * worker.padded)
+        queries = operand_like(worker.like, advance(scratch.queries, row * worker.padded))
         target = advance(scratch.scores, row * TILE)
-        multiply(queries, worker.padded, scratch.keys, TILE, head_dim, target, TILE, count)
+        multiply(queries, worker.padded, keys, TILE, depth, target, TILE, count)
         row += count
 
 
@@ -137,8 +161,13 @@ def weigh_keys(worker: Worker, tile: QueryTile, first: int) -> None:
     """Turn all rows' scores of the tile that starts at position `first` into weights."""
     scratch = worker.scratch
     has_scales = read(worker.params, KEY_SCALES) != 0
+    is_unscaled = has_pairs(operand_like(worker.like, scratch.keys))
+    factor = splat(float_of_bits(read(worker.params, SCALE)))
     for row in range(tile.num_rows):
         scores = advance(scratch.scores, row * TILE)
+        if is_unscaled:
+            for offset in range(0, TILE, LANES):
+                store(advance(scores, offset), load(advance(scores, offset)) * factor)
         if has_scales:
             multiply_row(scores, scratch.scales)
         shape_scores(worker.params, tile, row, first, scores)
@@ -337,7 +366,8 @@ def attend_tile(
     values = advance(rows, TILE)
     if read(params, KEY_SCALES) != 0:
         load_scales(params, worker.like, tile, first, count, scratch.scales)
-    pack_keys(worker.like, rows, count, head_dim, scratch.keys, next_rows, next_count, row_bytes)
+    keys = operand_like(worker.like, scratch.keys)
+    pack_keys(worker.like, rows, count, head_dim, keys, next_rows, next_count, row_bytes)
     next_values = advance(next_rows, TILE)
     if reads_values_in_place(worker, tile):
         # Those that are not asked for with each value that is read.

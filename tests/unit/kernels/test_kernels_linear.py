@@ -10,7 +10,7 @@ from numba.core.event import install_recorder
 from torch import Tensor
 from torch.nn import functional
 
-from kvwatch_kernels.cpu.linear_product import multiplies_pairs
+from kvwatch_kernels.cpu.pairs import multiplies_pairs
 from kvwatch_kernels.errors import ShapeError
 from kvwatch_kernels.linear import PackedWeight, linear, pack_weight
 
