@@ -15,9 +15,7 @@ JOINS = f"{UNIT}::test_who_joins_another_gives_up_its_own_in_every_group"
 MOVES = f"{UNIT}::test_blocks_that_are_evicted_or_move_keep_their_groups"
 HASHES = "tests/unit/memory/test_memory_block_hash.py"
 DIVISION = "tests/unit/model/test_model_kv_groups.py"
-GENERAL = (
-    "tests/integration/test_model_transformers.py::test_text_is_transformers_with_windows_prefix_hits_and_preemptions"
-)
+GENERAL = "tests/integration/test_model_families.py::test_greedy_text_alone_and_batched_is_transformers[Gemma 2]"
 TEXTS = "tests/integration/test_kv_groups.py::test_text_is_transformers_cold_and_warm[gemma3-True-4]"
 SERVED = "tests/integration/test_kv_groups_serve.py"
 TABLES = "engine/kvwatch_engine/memory/group_tables.py"
