@@ -14,7 +14,7 @@ TEMPLATES: tuple[TemplateName, ...] = ("hermes", "llama3", "mistral", "unaware")
 
 _PLAIN = "<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n"
 _OPEN = "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-_CHAT_TEMPLATES: dict[TemplateName, str] = {
+CHAT_TEMPLATES: dict[TemplateName, str] = {
     "hermes": (
         "{% if tools %}<|start|>system\nTools: {% for t in tools %}{{ t | tojson }}\n{% endfor %}<|end|>\n{% endif %}"
         "{% for m in messages %}{% if m.tool_calls %}<|start|>assistant\n{{ m.content }}{% for c in m.tool_calls %}"
@@ -57,7 +57,15 @@ class ScriptedModel(NullModel):
 
     def say(self, text: str) -> None:
         """Answer every request with this text."""
-        self._script = self._tokenizer.encode(text, add_special_tokens=False).ids
+        self.say_tokens(self.encode(text))
+
+    def say_tokens(self, tokens: list[int]) -> None:
+        """Answer every request with these tokens."""
+        self._script = tokens
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def next_token(self, prompt: Sequence[int], seed: int, position: int) -> int:
         if position == 0:
@@ -76,6 +84,6 @@ def tool_server(folder: Path, template: TemplateName) -> Iterator[tuple[RunningS
     """Serve a scripted model with one family's template."""
     tokenizer = tool_tokenizer()
     model = ScriptedModel(tokenizer)
-    save_tokenizer(folder, tokenizer, _CHAT_TEMPLATES[template])
+    save_tokenizer(folder, tokenizer, CHAT_TEMPLATES[template])
     with arithmetic_server(folder, model, num_blocks=1025, max_model_len=2048) as running:
         yield running, model

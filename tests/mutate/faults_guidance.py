@@ -109,7 +109,7 @@ GUIDED = (
     Fault(
         name="special-markers-have-no-text",
         stands_for="A family's marker is a special token, and the reader never sees it.",
-        file="engine/kvwatch_engine/server/chat.py",
+        file="engine/kvwatch_engine/server/conversation_planning.py",
         old="shown_tokens=self._shown_tokens() if offer is not None else {},",
         new="shown_tokens={},",
         tests=(f"{TOOLS}::test_a_call_that_the_model_writes_becomes_a_tool_call",),

@@ -4,6 +4,7 @@ from mutate.fault import Fault
 
 MACHINE = "tests/property/test_isolation.py::test_blocks_are_shared_exactly_between_those_who_agree_in_every_key"
 HASH = "tests/unit/memory/test_memory_block_hash.py"
+RESPONSES = "tests/integration/test_responses_limits.py"
 KEYS = "tests/unit/server/test_server_api_keys.py"
 HTTP = "tests/integration/test_api_keys.py"
 LIVE = "tests/unit/live/test_live_prefixes.py"
@@ -38,6 +39,25 @@ ISOLATION = (
         old="        tenant = caller.tenant if caller is not None else",
         new="        tenant = caller.tenant if caller is None else",
         tests=(HTTP,),
+    ),
+    Fault(
+        name="responses-are-everybodys",
+        stands_for="Who knows or guesses the id of a response reads what somebody else has asked.",
+        file="engine/kvwatch_engine/server/responses/store.py",
+        old="        return found if found is not None and found.owner == owner else None\n",
+        new="        return found\n",
+        tests=(
+            "tests/property/test_response_store.py",
+            f"{RESPONSES}::test_only_the_key_that_made_a_response_finds_it",
+        ),
+    ),
+    Fault(
+        name="dropped-responses-stay-in-memory",
+        stands_for="The conversations of responses that were dropped are counted no more, and grow for ever.",
+        file="engine/kvwatch_engine/server/responses/store.py",
+        old="                    del self._items[node.owner, item.id]\n",
+        new="                    pass\n",
+        tests=("tests/property/test_response_store.py",),
     ),
     Fault(
         name="the-tenant-shares-with-everybody",

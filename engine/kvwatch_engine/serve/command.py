@@ -36,9 +36,9 @@ from kvwatch_engine.engine import Engine
 from kvwatch_engine.huge_pages import use_huge_pages
 from kvwatch_engine.live import LiveEngine, LiveJournal, RebuildLimits
 from kvwatch_engine.serve.admin import declared, tokenize_as_completions
+from kvwatch_engine.serve.api import api_limits
 from kvwatch_engine.serve.asked import asked_model
 from kvwatch_engine.serve.engine import load, make_engine
-from kvwatch_engine.serve.images import image_settings
 from kvwatch_engine.serve.lora import adapter_options, allowing_series, lora_settings
 from kvwatch_engine.serve.settings import ServeSettings
 from kvwatch_engine.serve.signals import DumpSignal, dump_on_signal
@@ -108,7 +108,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
     loras = lora_settings(settings)
     plan = plan_observatory(allowing_series(settings, loras), f"{settings.engine_name}.{settings.dp_rank}", cache_dir)
     tiers = tier_settings(settings)
-    images = image_settings(settings)
+    limits = api_limits(settings)
     asked = asked_model(settings, loras)
     log = EventLog()
     kv_events = make_kv_events(settings, log.clock)
@@ -122,7 +122,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
 
         api_keys = ApiKeys(settings.api_key_file) if settings.api_key_file is not None else None
         model = load(settings, asked, cache_dir)
-        images.bound_cache(model)
+        limits.bound_image_cache(model)
         dispatcher = OutputDispatcher()
         engine = make_engine(settings, tiers, model, log, dispatcher)
         rebuilds = RebuildLimits(settings.max_rebuild_pause, settings.rebuild_cooldown)
@@ -154,7 +154,7 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
             engine,
             dispatcher,
             model.info,
-            images.limit(
+            limits.limit(
                 ServerSettings(
                     drain_seconds=settings.drain_seconds,
                     log_prompts=settings.log_prompts,

@@ -135,6 +135,12 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
     image_cache: Annotated[str, setting("Memory for encoded images, kept for requests that show them again.")] = (
         "256MiB"
     )
+    max_stored_responses: Annotated[
+        int, setting("Most responses that are kept to be read or answered later; 0 keeps none.", minimum=0)
+    ] = 1000
+    max_stored_response_bytes: Annotated[
+        str, setting("Most memory for kept responses, with the conversations that they answer.")
+    ] = "64MiB"
     drain_seconds: Annotated[
         float, setting("Time that requests get to finish on SIGTERM.", minimum=0, maximum=86_400)
     ] = 30.0

@@ -22,7 +22,9 @@
     generation.py     one HTTP request in the engine, from submit to the last token or the hang-up
     endpoint.py       the way of a request through all of these
     streaming.py      server-sent events
-    chat.py, completions.py   the two APIs; chat_shape.py, tool_shape.py how chats are told
+    planning.py, conversation_planning.py   what the planners of all APIs share, and those of conversations
+    chat.py, completions.py   two of the APIs; chat_shape.py, tool_shape.py how chats are told
+    responses/        the third, whose answers are kept; truncation.py what of a conversation must go
     models.py, health.py      the small routes
     adapters.py       LoRA adapters: loading and unloading them
     drain.py          refusing new work while running requests finish

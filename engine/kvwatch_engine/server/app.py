@@ -21,14 +21,19 @@ from kvwatch_engine.server.chat import ChatPlanner
 from kvwatch_engine.server.completions import CompletionPlanner
 from kvwatch_engine.server.dispatcher import OutputDispatcher
 from kvwatch_engine.server.drain import Drain
+from kvwatch_engine.server.embeddings import embedding_routes
 from kvwatch_engine.server.endpoint import GenerationEndpoint
 from kvwatch_engine.server.errors import ApiError, on_api_error, on_http_exception, on_invalid, on_overload
 from kvwatch_engine.server.generation import Generations
 from kvwatch_engine.server.health import health_routes
 from kvwatch_engine.server.image_prompts import ImagePrompts
 from kvwatch_engine.server.models import ServedModels, model_routes
+from kvwatch_engine.server.openapi import document_route
 from kvwatch_engine.server.prompts import PromptEncoder
 from kvwatch_engine.server.request_log import RequestLog
+from kvwatch_engine.server.responses.planner import ResponsePlanner
+from kvwatch_engine.server.responses.routes import response_routes
+from kvwatch_engine.server.responses.store import ResponseStore
 from kvwatch_engine.server.settings import ServerSettings
 from kvwatch_engine.server.tokenization import Tokenization, tokenization_routes
 from kvwatch_engine.server.tokenizer import Tokenizer
@@ -36,6 +41,7 @@ from kvwatch_engine.server.tools.prompting import ToolPrompting
 
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
+_RESPONSES = "/v1/responses"
 
 
 def create_app(  # noqa: PLR0913 - by keyword
@@ -80,9 +86,14 @@ def create_app(  # noqa: PLR0913 - by keyword
     models = ServedModels(engine, model)
     chat = ChatPlanner(engine, models, tokenizer, prompts, guides, settings)
     completions = CompletionPlanner(engine, models, tokenizer, prompts, guides, settings)
+    store = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
+    responses = ResponsePlanner(engine, models, tokenizer, prompts, guides, settings, store)
     routes: list[BaseRoute] = [
         _post(_CHAT, GenerationEndpoint(chat, generations, drain, chat_settings)),
         _post(_COMPLETIONS, GenerationEndpoint(completions, generations, drain, settings)),
+        _post(_RESPONSES, GenerationEndpoint(responses, generations, drain, chat_settings)),
+        *response_routes(store),
+        *embedding_routes(),
         *model_routes(models),
         *tokenization_routes(
             Tokenization(models, tokenizer, prompts, lambda: engine.max_model_len, settings.guidance), chat_settings
@@ -96,10 +107,15 @@ def create_app(  # noqa: PLR0913 - by keyword
         routes += adapter_routes(adapters, models, settings)
     if metrics_app is not None:
         routes.append(Route("/metrics", _Application(metrics_app), methods=["GET"]))
+    routes.append(document_route(routes, needs_key=api_keys is not None))
 
     middleware = [Middleware(RequestLog)]
     if api_keys is not None:
-        operations: dict[str, Operation] = {_CHAT: chat.operation, _COMPLETIONS: completions.operation}
+        operations: dict[str, Operation] = {
+            _CHAT: chat.operation,
+            _COMPLETIONS: completions.operation,
+            _RESPONSES: responses.operation,
+        }
         middleware.append(Middleware(ApiKeyGuard, keys=api_keys, engine=engine, operations=operations))
 
     @asynccontextmanager

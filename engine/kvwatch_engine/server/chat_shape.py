@@ -17,10 +17,10 @@ from kvwatch_engine.server.protocol.chat import (
     Delta,
 )
 from kvwatch_engine.server.protocol.reply import Usage
-from kvwatch_engine.server.shapes import Head
+from kvwatch_engine.server.shapes import ChunkShape, Head
 
 
-class ChatShape:
+class ChatShape(ChunkShape):
     """Chat completions and their chunks."""
 
     def __init__(self, head: Head, bytes_of: BytesOf | None, prompt_form: PromptForm | None = None) -> None:
@@ -31,7 +31,7 @@ class ChatShape:
             bytes_of: gives the bytes of a token; none when no log-probabilities were asked for.
             prompt_form: how those of the prompt are told; none when they were not asked for.
         """
-        self.head = head
+        super().__init__(head)
         self._bytes_of = bytes_of
         self._prompt_form = prompt_form
 
@@ -60,7 +60,7 @@ class ChatShape:
         return AnswerMessage(choice.text)
 
     def usage_chunk(self, usage: Usage) -> Struct:
-        """Return the chunk without choices that carries the usage."""
+        """See `ChunkShape.usage_chunk`."""
         chunk = self._chunk([])
         chunk.usage = usage
         return chunk

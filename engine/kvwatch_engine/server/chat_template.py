@@ -40,6 +40,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: list[dict[str, object]] | None = None,
+        param: str = "messages",
     ) -> str:
         """Return the prompt: the messages and the opening of the assistant's answer. Any thread.
 
@@ -48,21 +49,20 @@ class ChatTemplate:
             variables: further variables of the template, already checked (see `refusals.py`).
             add_generation_prompt: whether the answer is opened.
             tools: functions that may be called, for a template that knows them.
+            param: field of the request that the messages came from.
 
         Raises:
             RequestInvalid: the model has no template, or its template refuses these messages.
         """
         if not self._owner.chat_template:
-            raise RequestInvalid("this model has no chat template; use /v1/completions with a prompt", param="messages")
+            raise RequestInvalid("this model has no chat template; use /v1/completions with a prompt", param=param)
         try:
             text = self._owner.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **variables
             )
         except Exception as error:  # a template is a program: besides refusing, it can fail in any way
             reason = (error.message if isinstance(error, TemplateError) else None) or type(error).__name__
-            raise RequestInvalid(
-                f"the model's chat template refuses these messages: {reason}", param="messages"
-            ) from error
+            raise RequestInvalid(f"the model's chat template refuses these messages: {reason}", param=param) from error
         return str(text)
 
     def takes_parts(self, placeholder: str) -> bool:

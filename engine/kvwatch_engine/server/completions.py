@@ -12,7 +12,7 @@ from kvwatch_engine.server.choice import ChoiceDelta
 from kvwatch_engine.server.generation import Job
 from kvwatch_engine.server.guided import requested_grammar
 from kvwatch_engine.server.logprobs import completion_logprobs, joined
-from kvwatch_engine.server.planning import Planner
+from kvwatch_engine.server.planning import Incoming, Planner
 from kvwatch_engine.server.prompt_logprobs import Echo, PromptForm
 from kvwatch_engine.server.protocol.completions import (
     Completion,
@@ -31,7 +31,7 @@ from kvwatch_engine.server.sampling import (
     too_long,
     wants_prompt_only,
 )
-from kvwatch_engine.server.shapes import Head, Plan
+from kvwatch_engine.server.shapes import ChunkShape, Head, Plan
 from kvwatch_engine.server.tokenizer import Tokenizer
 
 Prompt = str | list[int]
@@ -42,13 +42,13 @@ class CompletionPlanner(Planner):
 
     operation = "text_completion"
 
-    async def plan(self, body: bytes) -> Plan:
+    async def plan(self, incoming: Incoming) -> Plan:
         """Check a body and return what to do; see `Planner.plan`."""
-        request = decode_body(body, CompletionRequest)
+        request = decode_body(incoming.body, CompletionRequest)
         adapter = self.adapter_of(request.model)
         refuse_unsupported(request)
         grammar = requested_grammar(request, self.guides.limits)
-        head = self.head(request, "cmpl", adapter)
+        head = self.head(request, "cmpl-", adapter)
         _refuse_combinations(request, num_choices(request, self.settings))
         prompts = self._prompts(request)
         stops = stop_strings(request, self.settings)
@@ -134,7 +134,7 @@ def _refuse_combinations(request: CompletionRequest, n: int) -> None:
         )
 
 
-class CompletionShape:
+class CompletionShape(ChunkShape):
     """Completions and their chunks."""
 
     def __init__(
@@ -154,7 +154,7 @@ class CompletionShape:
             echoes: the prompts, if they shall stand before the generated texts.
             num_prompt_logprobs: `prompt_logprobs` of the request.
         """
-        self.head = head
+        super().__init__(head)
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._echoes = echoes
@@ -167,7 +167,7 @@ class CompletionShape:
         return [self._completion([self._choice(delta)])]
 
     def usage_chunk(self, usage: Usage) -> Struct:
-        """Return the chunk without choices that carries the usage."""
+        """See `ChunkShape.usage_chunk`."""
         chunk = self._completion([])
         chunk.usage = usage
         return chunk

@@ -2,18 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.server.errors import shorten
 from kvwatch_engine.server.protocol.chat import ContentPart, Message
-from kvwatch_engine.server.protocol.tools import MessageToolCall
+from kvwatch_engine.server.protocol.tools import CalledFunction, MessageToolCall
 from kvwatch_engine.server.sampling import too_long
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Role in a request -> role in chat templates; `developer` is OpenAI's newer word for `system`."""
-_DETAILS = (None, "auto", "low", "high")
+_DETAILS: Final = (None, "auto", "low", "high")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +106,10 @@ def conversation(messages: Sequence[Message], *, takes_images: bool, max_model_l
 
 
 def _turn(message: Message, param: str, takes_images: bool) -> Turn:  # noqa: FBT001 (private)
-    role = _ROLES.get(message.role)
+    role = ROLES.get(message.role)
     if role is None:
         raise RequestInvalid(
-            f"{param}.role is {shorten(message.role)!r}; supported are {', '.join(_ROLES)}", param=f"{param}.role"
+            f"{param}.role is {shorten(message.role)!r}; supported are {', '.join(ROLES)}", param=f"{param}.role"
         )
     for name in ("function_call", "audio"):
         if getattr(message, name) is not None:
@@ -131,13 +132,22 @@ def _calls(message: Message, param: str) -> tuple[PastCall, ...]:
 def _call(call: MessageToolCall, param: str) -> PastCall:
     if call.type != "function":
         raise RequestInvalid(f"{param}.type is {shorten(call.type)!r}; only functions are", param=f"{param}.type")
+    return past_call(call.id, call.function, f"{param}.function.arguments")
+
+
+def past_call(call_id: str, called: CalledFunction, param: str) -> PastCall:
+    """Return a call that was made.
+
+    Raises:
+        RequestInvalid: its arguments, which `param` names, are no JSON object.
+    """
     try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}")
+        arguments = msgspec.json.decode(called.arguments or "{}")
     except (msgspec.DecodeError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise RequestInvalid(f"{param}.function.arguments is no JSON object", param=f"{param}.function.arguments")
-    return PastCall(call.id, call.function.name, arguments, len(call.function.arguments))
+        raise RequestInvalid(f"{param} is no JSON object", param=param)
+    return PastCall(call_id, called.name, arguments, len(called.arguments))
 
 
 def _content(
@@ -173,10 +183,15 @@ def _part(part: ContentPart, param: str, takes_images: bool) -> TextPart | Image
 def _image(part: ContentPart, param: str) -> ImagePart:
     if part.image_url is None:
         raise RequestInvalid(f"{param} is missing; send {{'url': 'data:image/png;base64,...'}}", param=param)
-    # The model sees every image at its one resolution, so that `detail` asks for nothing.
-    if part.image_url.detail not in _DETAILS:
-        raise RequestInvalid(
-            f"{param}.detail is {shorten(str(part.image_url.detail))!r}; it may be auto, low or high",
-            param=f"{param}.detail",
-        )
+    check_detail(part.image_url.detail, f"{param}.detail")
     return ImagePart(part.image_url.url, f"{param}.url")
+
+
+def check_detail(detail: str | None, param: str) -> None:
+    """Refuse a detail that does not exist; those that do ask for nothing, since the model has one resolution.
+
+    Raises:
+        RequestInvalid: so.
+    """
+    if detail not in _DETAILS:
+        raise RequestInvalid(f"{param} is {shorten(str(detail))!r}; it may be auto, low or high", param=param)

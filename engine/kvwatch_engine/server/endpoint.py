@@ -19,7 +19,7 @@ from kvwatch_engine.server.choice import ChoiceDelta
 from kvwatch_engine.server.drain import Drain
 from kvwatch_engine.server.errors import ApiError
 from kvwatch_engine.server.generation import Generations, Run
-from kvwatch_engine.server.planning import Planner
+from kvwatch_engine.server.planning import Incoming, Planner
 from kvwatch_engine.server.protocol.reply import Usage
 from kvwatch_engine.server.request_log import RequestRecord, record_of
 from kvwatch_engine.server.settings import ServerSettings
@@ -57,7 +57,7 @@ class GenerationEndpoint:
         with ExitStack() as running:
             try:
                 body = await self._drain.unless_draining(read_body(Request(scope, receive), self._settings))
-                plan = await self._planner.plan(body)
+                plan = await self._planner.plan(Incoming(body, caller))
                 running.enter_context(self._drain.running())
             except (RequestRejected, ApiError) as error:
                 self._generations.note_rejection(record.request_id, error, origin, round(record.begin * 1e9))

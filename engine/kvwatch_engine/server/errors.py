@@ -5,6 +5,7 @@
     ├── BodyTimeout           408
     ├── UnsupportedMediaType  415
     ├── UnknownModel          404
+    ├── ResponseNotFound      404
     ├── AdapterRefused        400
     ├── AdapterExists         409
     ├── AdapterLoadingIsOff   403
@@ -75,6 +76,19 @@ class UnknownModel(ApiError):
             f"the model {shorten(name)!r} is not served here; use {served!r} (see /v1/models)",
             param=param,
             code=MODEL_NOT_FOUND,
+        )
+
+
+class ResponseNotFound(ApiError):
+    """No response of this id is kept that the caller may read."""
+
+    status = 404
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"the response {shorten(response_id)!r} is not kept (any more): the oldest are dropped, those with "
+            "store false never kept, and only the key that made one can read it",
+            param="response_id",
         )
 
 

@@ -1,6 +1,6 @@
 """What a request says that its text must be: from its fields to one grammar, and what does not go together with it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -20,13 +20,20 @@ _NOT_SUPPORTED = (
 )
 
 
-def requested_grammar(request: GenerationFields, limits: GuidanceLimits) -> Grammar | None:
+def requested_grammar(
+    request: GenerationFields, limits: GuidanceLimits, formats: Sequence[Grammar] = ()
+) -> Grammar | None:
     """Return what the text of a request must be; none if it is free.
+
+    Args:
+        request: the decoded body.
+        limits: how large grammars may be.
+        formats: what fields say of it that are not among those that all APIs have.
 
     Raises:
         RequestInvalid: a field is wrong or too large, two contradict each other, or another one cannot be kept beside.
     """
-    found = list(_grammars(request, limits))
+    found = [*formats, *_grammars(request, limits)]
     if not found:
         return None
     if len(found) > 1:
@@ -42,7 +49,8 @@ def requested_grammar(request: GenerationFields, limits: GuidanceLimits) -> Gram
 
 def _grammars(request: GenerationFields, limits: GuidanceLimits) -> Iterator[Grammar]:
     if request.response_format is not None:
-        yield from _of_response_format(request.response_format, limits)
+        name = "response_format"
+        yield from format_grammars(request.response_format, limits, name, f"{name}.json_schema.schema")
     if request.guided_json is not None:
         yield _schema(request.guided_json, "guided_json", limits)
     if request.guided_regex is not None:
@@ -55,8 +63,18 @@ def _grammars(request: GenerationFields, limits: GuidanceLimits) -> Iterator[Gra
         yield from _of_structured_outputs(request.structured_outputs, limits)
 
 
-def _of_response_format(wanted: ResponseFormat, limits: GuidanceLimits) -> Iterator[Grammar]:
-    param = "response_format"
+def format_grammars(wanted: ResponseFormat, limits: GuidanceLimits, param: str, schema_param: str) -> Iterator[Grammar]:
+    """Give what a format says that the text must be; nothing if it is free.
+
+    Args:
+        wanted: the format.
+        limits: how large schemas may be.
+        param: where it stands in the request.
+        schema_param: where its schema does.
+
+    Raises:
+        RequestInvalid: it is of an unknown type, or its schema is missing or too large.
+    """
     match wanted.type:
         case "text":
             return
@@ -64,8 +82,8 @@ def _of_response_format(wanted: ResponseFormat, limits: GuidanceLimits) -> Itera
             yield _schema(_ANY_OBJECT if wanted.schema is None else wanted.schema, param, limits)
         case "json_schema":
             if wanted.json_schema is None or wanted.json_schema.schema is None:
-                raise RequestInvalid(f"{param}.json_schema.schema is missing", param=f"{param}.json_schema.schema")
-            yield _schema(wanted.json_schema.schema, f"{param}.json_schema.schema", limits)
+                raise RequestInvalid(f"{schema_param} is missing", param=schema_param)
+            yield _schema(wanted.json_schema.schema, schema_param, limits)
         case other:
             raise RequestInvalid(
                 f"{param}.type is {shorten(other)!r}; supported are text, json_object and json_schema",

@@ -46,8 +46,12 @@ class ImagePrompts:
             return None
         return cls(model.images, ImageProcessor.load(model.folder, model.images), tokenizer, settings)
 
-    def check(self, turns: Sequence[Turn]) -> int:
+    def check(self, turns: Sequence[Turn], param: str = "messages") -> int:
         """Check what can be checked without decoding anything; return the bytes of all images.
+
+        Args:
+            turns: the conversation.
+            param: field of the request that it came from.
 
         Raises:
             RequestInvalid: too many images, too many bytes, a URL that is not taken, or text that would be taken for
@@ -57,20 +61,25 @@ class ImagePrompts:
         if len(found) > limits.max_images:
             raise RequestInvalid(
                 f"there are {len(found)} images, the limit is {limits.max_images}; send fewer, or raise --max-images",
-                param="messages",
+                param=param,
             )
         num_bytes = sum(num_bytes_of(base64_of(image.url, image.param)) for image in found)
         if num_bytes > limits.max_image_bytes:
             raise RequestInvalid(
                 f"the images have {num_bytes} bytes, the limit is {limits.max_image_bytes} in all; scale them down, or "
                 "raise --max-image-bytes",
-                param="messages",
+                param=param,
             )
         for turn in turns:
             for part in turn.parts:
                 if isinstance(part, TextPart):
                     self._refuse_placeholder(part)
         return num_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that stand for each image."""
+        return self._input.num_tokens
 
     def message(self, turn: Turn) -> ChatMessage:
         """Return a turn as the model's chat template takes it."""
@@ -82,7 +91,9 @@ class ImagePrompts:
         ]
         return turn.for_template(parts)
 
-    def expand(self, token_ids: Sequence[int], num_images: int) -> tuple[tuple[int, ...], list[int]]:
+    def expand(
+        self, token_ids: Sequence[int], num_images: int, param: str = "messages"
+    ) -> tuple[tuple[int, ...], list[int]]:
         """Return the tokens of a rendered prompt with a run of placeholders for each image, and where the runs begin.
 
         Raises:
@@ -101,7 +112,7 @@ class ImagePrompts:
             raise RequestInvalid(
                 f"the model's chat template places {len(begins)} of {num_images} images; put images into messages of "
                 "the user, and leave its placeholder out of texts",
-                param="messages",
+                param=param,
             )
         return tuple(expanded), begins
 

@@ -1,8 +1,9 @@
-"""What the planners of both APIs share: the model, the limits, the prompt encoder."""
+"""What the planners of all APIs share: the model, the limits, the prompt encoder."""
 
 import hashlib
 import uuid
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import structlog
@@ -13,6 +14,7 @@ from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.contracts.guidance import Guide
 from kvwatch_engine.contracts.request import EngineClient
 from kvwatch_engine.guidance import Grammar, GuideCompiler
+from kvwatch_engine.server.api_keys import Caller
 from kvwatch_engine.server.errors import shorten
 from kvwatch_engine.server.generation import Urgency
 from kvwatch_engine.server.models import ServedModels
@@ -27,6 +29,15 @@ _MAX_SALT_CHARS = 128
 _MAX_PRIORITY = 100
 _MAX_DEADLINE_SECONDS = 86_400
 _log = structlog.get_logger("kvwatch.server")
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request that has arrived."""
+
+    body: bytes
+    caller: Caller | None
+    """Who sent it; none where nobody is asked for a key."""
 
 
 class Planner(ABC):
@@ -53,7 +64,7 @@ class Planner(ABC):
         self.settings = settings
 
     @abstractmethod
-    async def plan(self, body: bytes) -> Plan:
+    async def plan(self, incoming: Incoming) -> Plan:
         """Check a body and return what to do.
 
         Raises:
@@ -82,13 +93,13 @@ class Planner(ABC):
         )
 
     def head(self, request: GenerationFields, prefix: str, adapter: Adapter | None) -> Head:
-        """Return the head of the answer, with a fresh id in OpenAI's form.
+        """Return the head of the answer, with a fresh id in OpenAI's form, which begins with `prefix`.
 
         Raises:
             RequestInvalid: `stream_options` without `stream`.
         """
         return Head(
-            id=f"{prefix}-{uuid.uuid4().hex}",
+            id=f"{prefix}{uuid.uuid4().hex}",
             model=self.model.name if adapter is None else adapter.name,
             fingerprint=self._fingerprint(adapter),
             include_usage=wants_usage(request),

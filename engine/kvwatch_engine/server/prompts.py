@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvwatch_engine.contracts.errors import EngineOverloaded
 from kvwatch_engine.contracts.image import PromptImage
@@ -20,6 +20,7 @@ from kvwatch_engine.server.settings import ServerSettings
 from kvwatch_engine.server.tokenizer import Tokenizer
 from kvwatch_engine.server.tools.offer import Offer
 from kvwatch_engine.server.tools.prompting import ToolPrompting
+from kvwatch_engine.server.truncation import first_that_fits
 
 _SHRINKING = 4
 """How much a normaliser may shorten a text (composed characters) before it is cut into tokens."""
@@ -35,6 +36,14 @@ class ChatPrompt:
     """As the template wrote it: an image is a single placeholder."""
     token_ids: tuple[int, ...]
     images: tuple[PromptImage, ...] = ()
+
+
+class _LaidOut(NamedTuple):
+    """A prompt before its images are decoded."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    image_begins: list[int]
 
 
 class PromptEncoder:
@@ -93,6 +102,7 @@ class PromptEncoder:
         *,
         offer: Offer | None = None,
         add_generation_prompt: bool = True,
+        param: str = "messages",
     ) -> ChatPrompt:
         """Return the prompt of a conversation.
 
@@ -101,13 +111,14 @@ class PromptEncoder:
             variables: further variables of the template.
             offer: functions that the model may call.
             add_generation_prompt: whether the assistant's answer is opened.
+            param: field of the request that the conversation came from.
 
         Raises:
             RequestInvalid: it is too long, the template refuses the messages, or an image is not as it should be.
             EngineOverloaded: too many prompts, or too many bytes of images, wait for the threads.
         """
-        self._check_chars(sum(turn.num_chars for turn in turns), "messages")
-        num_bytes = self._images.check(turns) if self._images is not None else 0
+        self._check_chars(sum(turn.num_chars for turn in turns), param)
+        num_bytes = self._images.check(turns, param) if self._images is not None else 0
         if self._num_pending_bytes + num_bytes > self._max_pending_bytes:
             raise EngineOverloaded(
                 f"images of {self._num_pending_bytes} bytes wait to be decoded, the limit is "
@@ -116,9 +127,40 @@ class PromptEncoder:
             )
         self._num_pending_bytes += num_bytes
         try:
-            return await self._run(lambda: self._encode_chat(turns, variables, offer, add_generation_prompt))
+            return await self._run(lambda: self._encode_chat(turns, variables, offer, add_generation_prompt, param))
         finally:
             self._num_pending_bytes -= num_bytes
+
+    async def num_beyond(
+        self,
+        fixed: Sequence[Turn],
+        turns: Sequence[Turn],
+        variables: dict[str, bool],
+        offer: Offer | None,
+        limit: int,
+    ) -> int | None:
+        """Return how many of the oldest turns must go so that the prompt has at most `limit` tokens.
+
+        Args:
+            fixed: turns that stay, before the others.
+            turns: the conversation, the oldest first. What is left begins with the user or a system message.
+            variables: further variables of the template.
+            offer: functions that the model may call.
+            limit: most tokens of the prompt.
+
+        Returns:
+            None if even the newest turns that can stand alone are too long.
+
+        Raises:
+            RequestInvalid: the template refuses the messages.
+            EngineOverloaded: too many prompts wait for the threads.
+        """
+
+        def fits(num_dropped: int) -> bool:
+            left = [*fixed, *turns[num_dropped:]]
+            return len(self._lay_out(left, variables, offer).token_ids) <= limit
+
+        return await self._run(lambda: first_that_fits(turns, self._num_tokens, limit, fits))
 
     def refuse_placeholders(self, token_ids: Sequence[int], param: str) -> None:
         """Refuse tokens that stand for an image where none can be.
@@ -143,24 +185,46 @@ class PromptEncoder:
         variables: dict[str, bool],
         offer: Offer | None,
         add_generation_prompt: bool,  # noqa: FBT001 (private)
+        param: str,
     ) -> ChatPrompt:
+        laid_out = self._lay_out(turns, variables, offer, add_generation_prompt, param)
+        if self._images is None:
+            return ChatPrompt(laid_out.text, laid_out.token_ids)
+        num_tokens = len(laid_out.token_ids)
+        check_prompt_length(num_tokens, self._max_model_len(), param)  # before anything large is decoded
+        images = self._images.prepare(images_of(turns), laid_out.image_begins)
+        return ChatPrompt(laid_out.text, laid_out.token_ids, images)
+
+    def _lay_out(
+        self,
+        turns: Sequence[Turn],
+        variables: dict[str, bool],
+        offer: Offer | None,
+        add_generation_prompt: bool = True,  # noqa: FBT001 (private)
+        param: str = "messages",
+    ) -> _LaidOut:
         images = self._images
         messages: list[ChatMessage] = [
             images.message(turn) if images is not None else turn.for_template(turn.as_lines()) for turn in turns
         ]
         messages, tools = self.tools.prepare(messages, offer)
         text = self._tokenizer.chat_template.render(
-            messages, variables, add_generation_prompt=add_generation_prompt, tools=tools
+            messages, variables, add_generation_prompt=add_generation_prompt, tools=tools, param=param
         )
-        self._check_chars(len(text), "messages")
+        self._check_chars(len(text), param)
         # The template wrote the begin token where the model wants one.
         token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         if images is None:
-            return ChatPrompt(text, token_ids)
-        parts = images_of(turns)
-        expanded, begins = images.expand(token_ids, len(parts))
-        check_prompt_length(len(expanded), self._max_model_len(), "messages")  # before anything large is decoded
-        return ChatPrompt(text, expanded, images.prepare(parts, begins))
+            return _LaidOut(text, token_ids, [])
+        return _LaidOut(text, *images.expand(token_ids, len(images_of(turns)), param))
+
+    def _num_tokens(self, turn: Turn) -> int:
+        """Return the tokens of a turn's content, without what the template writes around it."""
+        text = turn.as_lines()
+        num_tokens = len(self._tokenizer.encode(text, add_special_tokens=False))
+        if self._images is not None:
+            num_tokens += self._images.num_tokens * len(images_of([turn]))
+        return num_tokens
 
     def _check_chars(self, num_chars: int, param: str) -> None:
         limit = self._max_model_len()

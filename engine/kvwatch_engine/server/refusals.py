@@ -6,7 +6,6 @@ A value that asks for nothing (null, an empty list, the default) is harmless and
 from collections.abc import Iterator
 
 from kvwatch_engine.contracts.errors import RequestInvalid
-from kvwatch_engine.server.protocol.chat import ChatRequest
 from kvwatch_engine.server.protocol.completions import CompletionRequest
 from kvwatch_engine.server.protocol.request import GenerationFields
 
@@ -41,8 +40,8 @@ _HARMLESS: dict[str, tuple[object, ...]] = {
 }
 """Values that ask for nothing, beside null."""
 
-_CHAT_FIELDS = ("tools", "tool_choice")
-"""Implemented for chats, and for nothing else."""
+_CONVERSATION_FIELDS = ("tools", "tool_choice")
+"""Implemented for chats and responses."""
 
 _TEMPLATE_VARIABLES = ("enable_thinking",)
 """Variables that `chat_template_kwargs` may set. Others could reach the arguments of the renderer itself."""
@@ -54,9 +53,9 @@ def refuse_unsupported(request: GenerationFields) -> None:
     Raises:
         RequestInvalid: naming the parameter.
     """
-    is_chat = isinstance(request, ChatRequest)
+    is_conversation = not isinstance(request, CompletionRequest)
     for name, harmless in _harmless_values(request):
-        if is_chat and name in _CHAT_FIELDS:
+        if is_conversation and name in _CONVERSATION_FIELDS:
             continue
         value = getattr(request, name, None)
         if value is not None and value not in harmless:
@@ -69,7 +68,7 @@ def _harmless_values(request: GenerationFields) -> Iterator[tuple[str, tuple[obj
     yield from _HARMLESS.items()
     # Rendered chat templates hold their special tokens already; plain prompts get the tokenizer's own.
     yield "add_special_tokens", (isinstance(request, CompletionRequest),)
-    if isinstance(request, ChatRequest):
+    if not isinstance(request, CompletionRequest):
         yield "echo", (False,)
 
 

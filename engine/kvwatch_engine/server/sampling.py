@@ -15,6 +15,7 @@ from kvwatch_engine.server.errors import shorten
 from kvwatch_engine.server.protocol.chat import ChatRequest
 from kvwatch_engine.server.protocol.completions import CompletionRequest
 from kvwatch_engine.server.protocol.request import GenerationFields
+from kvwatch_engine.server.protocol.responses import INCLUDE_LOGPROBS, ResponseRequest
 from kvwatch_engine.server.settings import ServerSettings
 
 GREEDY_BELOW = 1e-5
@@ -24,6 +25,7 @@ COMPLETION_MAX_TOKENS = 16
 _MAX_KEY_CHARS = 20
 
 Number = TypeVar("Number", int, float)
+AnyRequest = ChatRequest | CompletionRequest | ResponseRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class Bounds:
     """(tokens of a prompt, sequences) -> the largest `max_tokens` that can run; see `EngineClient.max_new_tokens`."""
 
 
-def sampling_params(request: ChatRequest | CompletionRequest, num_prompt_tokens: int, bounds: Bounds) -> SamplingParams:
+def sampling_params(request: AnyRequest, num_prompt_tokens: int, bounds: Bounds) -> SamplingParams:
     """Return the checked sampling parameters of a request.
 
     Args:
@@ -90,7 +92,7 @@ def num_choices(request: GenerationFields, settings: ServerSettings) -> int:
     return _within("n", 1 if request.n is None else request.n, 1, settings.max_n)
 
 
-def wants_prompt_only(request: ChatRequest | CompletionRequest) -> bool:
+def wants_prompt_only(request: AnyRequest) -> bool:
     """Return whether a completion is to be its echoed prompt and nothing else, as who rates texts asks for it."""
     return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
 
@@ -135,9 +137,7 @@ def too_long(what: str, max_model_len: int, param: str) -> RequestInvalid:
     )
 
 
-def _max_tokens(
-    request: ChatRequest | CompletionRequest, num_prompt_tokens: int, num_sequences: int, bounds: Bounds
-) -> int:
+def _max_tokens(request: AnyRequest, num_prompt_tokens: int, num_sequences: int, bounds: Bounds) -> int:
     name, asked = _asked_tokens(request)
     if wants_prompt_only(request):
         asked = 1  # the least that an engine does; nobody is shown it
@@ -154,14 +154,16 @@ def _max_tokens(
             f"with {prompt} there is no room for an answer", bounds.max_model_len, param if has_many else name
         )
     if asked is None:
-        return room if isinstance(request, ChatRequest) else min(room, COMPLETION_MAX_TOKENS)
+        return min(room, COMPLETION_MAX_TOKENS) if isinstance(request, CompletionRequest) else room
     if asked > room:
         raise too_long(f"{name} is {_show(asked)}, and with {prompt} at most {room} fit", bounds.max_model_len, name)
     return asked
 
 
-def _asked_tokens(request: ChatRequest | CompletionRequest) -> tuple[str, int | None]:
+def _asked_tokens(request: AnyRequest) -> tuple[str, int | None]:
     """Return the name and value of the field that limits the answer."""
+    if isinstance(request, ResponseRequest):
+        return "max_output_tokens", request.max_output_tokens
     if isinstance(request, CompletionRequest) or request.max_completion_tokens is None:
         return "max_tokens", request.max_tokens
     if request.max_tokens not in (None, request.max_completion_tokens):
@@ -169,17 +171,21 @@ def _asked_tokens(request: ChatRequest | CompletionRequest) -> tuple[str, int | 
     return "max_completion_tokens", request.max_completion_tokens
 
 
-def _num_logprobs(request: ChatRequest | CompletionRequest, limit: int) -> int | None:
+def _num_logprobs(request: AnyRequest, limit: int) -> int | None:
     if isinstance(request, CompletionRequest):
         return None if request.logprobs is None else _within("logprobs", request.logprobs, 0, limit)
+    if isinstance(request, ResponseRequest):
+        is_wanted, needed = INCLUDE_LOGPROBS in (request.include or ()), f"{INCLUDE_LOGPROBS} in include"
+    else:
+        is_wanted, needed = bool(request.logprobs), "logprobs to be true"
     if request.top_logprobs is not None:
         _within("top_logprobs", request.top_logprobs, 0, limit)
-        if not request.logprobs and request.top_logprobs:
-            raise RequestInvalid("top_logprobs needs logprobs to be true", param="top_logprobs")
-    return (request.top_logprobs or 0) if request.logprobs else None
+        if not is_wanted and request.top_logprobs:
+            raise RequestInvalid(f"top_logprobs needs {needed}", param="top_logprobs")
+    return (request.top_logprobs or 0) if is_wanted else None
 
 
-def _num_prompt_logprobs(request: ChatRequest | CompletionRequest, limit: int) -> int | None:
+def _num_prompt_logprobs(request: AnyRequest, limit: int) -> int | None:
     """Return how many likely tokens are wanted in each place of the prompt, whichever field asks for more of them."""
     asked = request.prompt_logprobs
     if asked is not None:

@@ -52,6 +52,10 @@ class ServerSettings:
     """A stream without a token for so long sends a comment, so that proxies keep it open and a dead peer is noticed."""
     drain_seconds: float = 30.0
     """Time that running requests get to finish when the server stops."""
+    max_stored_responses: int = 1000
+    """Most responses that are kept to be read or answered later; 0 keeps none."""
+    max_stored_response_bytes: int = 64 * 1024 * 1024
+    """Most bytes of kept responses, with the conversations that they answer."""
     log_prompts: bool = False
     """Write prompt texts to the log."""
 

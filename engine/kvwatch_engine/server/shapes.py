@@ -1,6 +1,7 @@
 """What the endpoint asks of an API's shape, and the plan that a body becomes."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,8 +10,9 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.server.choice import ChoiceDelta
+from kvwatch_engine.server.errors import GenerationFailed
 from kvwatch_engine.server.generation import Job
-from kvwatch_engine.server.protocol.reply import Usage
+from kvwatch_engine.server.protocol.reply import Error, ErrorBody, Usage
 from kvwatch_engine.server.protocol.request import GenerationFields
 
 
@@ -37,21 +39,55 @@ class Shape(Protocol):
     """Writes generated text in the form of one API."""
 
     @property
-    def head(self) -> Head:
-        """What every chunk repeats."""
+    def mark_of_end(self) -> bytes:
+        """What a stream ends with, after its last event."""
+        ...
+
+    def begin(self) -> list[Struct]:
+        """Return the events of a stream that come before anything was generated."""
         ...
 
     def chunks(self, delta: ChoiceDelta) -> list[Struct]:
         """Return the events of a stream that tell `delta`."""
         ...
 
-    def usage_chunk(self, usage: Usage) -> Struct:
-        """Return the last event of a stream that was asked for its usage."""
+    def end(self, usage: Usage) -> list[Struct]:
+        """Return the last events of a stream that is complete."""
+        ...
+
+    def failed(self, error: GenerationFailed, usage: Usage) -> list[Struct]:
+        """Return the last events of a stream that the engine could not complete."""
         ...
 
     def answer(self, choices: Sequence[ChoiceDelta], usage: Usage) -> Struct:
         """Return the whole answer; `choices` are complete and in order."""
         ...
+
+
+class ChunkShape(ABC):
+    """What the streams of chats and completions have in common: equal chunks, then `[DONE]`."""
+
+    mark_of_end = b"data: [DONE]\n\n"
+
+    def __init__(self, head: Head) -> None:
+        """Create the shape of one answer; `head` is what every chunk repeats."""
+        self.head = head
+
+    @abstractmethod
+    def usage_chunk(self, usage: Usage) -> Struct:
+        """Return the chunk without choices that carries the usage."""
+
+    def begin(self) -> list[Struct]:
+        """See `Shape.begin`."""
+        return []
+
+    def end(self, usage: Usage) -> list[Struct]:
+        """See `Shape.end`."""
+        return [self.usage_chunk(usage)] if self.head.include_usage else []
+
+    def failed(self, error: GenerationFailed, _usage: Usage) -> list[Struct]:
+        """Return an event that OpenAI's client raises as `APIError`."""
+        return [ErrorBody(Error(str(error), error.type, None, error.code))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Server-sent events: `data: {json}` and a blank line for each chunk, at last `data: [DONE]`."""
+"""Server-sent events: `data: {json}` and a blank line for each chunk, after its name where it has one."""
 
 import asyncio
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from starlette.types import Send
 from kvwatch_engine.server.choice import ChoiceDelta
 from kvwatch_engine.server.errors import ClientGone, GenerationFailed
 from kvwatch_engine.server.generation import Run
-from kvwatch_engine.server.protocol.reply import Error, ErrorBody
+from kvwatch_engine.server.protocol.reply import NamedEvent
 from kvwatch_engine.server.request_log import RequestRecord
 from kvwatch_engine.server.settings import ServerSettings
 from kvwatch_engine.server.shapes import Plan
@@ -21,7 +21,6 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would collect the events otherwise
 ]
 _KEEPALIVE = b": waiting\n\n"
-_DONE = b"data: [DONE]\n\n"
 _SEPARATORS = tuple((each.encode(), b"\\u%04x" % ord(each)) for each in "\x85\u2028\u2029")
 """What JSON leaves as it is and many clients, Python's `splitlines` among them, take for the end of a line."""
 
@@ -32,13 +31,16 @@ _log = structlog.get_logger("kvwatch.server")
 async def stream_answer(plan: Plan, run: Run, record: RequestRecord, settings: ServerSettings, send: Send) -> None:
     """Send a run as it is generated.
 
-    An error of the engine in mid-stream becomes an event of its own, which OpenAI's client raises as `APIError`.
+    An error of the engine in mid-stream becomes an event of its own.
 
     Raises:
         ClientGone: the client hung up, or does not read.
     """
     writer = _Writer(send, settings.write_seconds)
     await writer.start()
+    shape = plan.shape
+    if first := shape.begin():
+        await writer.write(_joined(first))
     try:
         async for deltas in run.deltas():
             record.saw(deltas)
@@ -47,22 +49,27 @@ async def stream_answer(plan: Plan, run: Run, record: RequestRecord, settings: S
             else:
                 events = _events(plan, deltas)
             await writer.write(events or _KEEPALIVE)
-        last = [plan.shape.usage_chunk(run.usage())] if plan.shape.head.include_usage else []
+        last = shape.end(run.usage())
     except GenerationFailed as error:
         record.finish_reasons.append("error")
-        last = [ErrorBody(Error(str(error), error.type, None, error.code))]
-    await writer.write(b"".join(map(_event, last)) + _DONE, is_last=True)
+        last = shape.failed(error, run.usage())
+    await writer.write(_joined(last) + shape.mark_of_end, is_last=True)
 
 
 def _events(plan: Plan, deltas: Iterable[ChoiceDelta]) -> bytes:
-    return b"".join(_event(chunk) for delta in deltas for chunk in plan.shape.chunks(delta))
+    return b"".join(_joined(plan.shape.chunks(delta)) for delta in deltas)
+
+
+def _joined(chunks: Iterable[msgspec.Struct]) -> bytes:
+    return b"".join(map(_event, chunks))
 
 
 def _event(chunk: msgspec.Struct) -> bytes:
     content = _encode(chunk)
     for separator, escaped in _SEPARATORS:
         content = content.replace(separator, escaped)
-    return b"data: " + content + b"\n\n"
+    name = f"event: {chunk.__struct_config__.tag}\n".encode() if isinstance(chunk, NamedEvent) else b""
+    return name + b"data: " + content + b"\n\n"
 
 
 class _Writer:

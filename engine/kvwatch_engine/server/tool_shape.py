@@ -37,8 +37,7 @@ class ToolShape(ChatShape):
         reader = self._readers.setdefault(index, self._make_reader())
         read = reader.push(delta.text)
         if delta.finish_reason is not None:
-            rest = reader.flush()
-            read = Read(read.content + rest.content, read.calls + rest.calls)
+            read = Read(read.parts + reader.flush().parts)
         records = self._records.pop(index, ()) + delta.records
         added = [Delta(content=read.content)] if read.content else []
         added += [Delta(tool_calls=[_call_delta(call)]) for call in read.calls]
@@ -59,8 +58,8 @@ class ToolShape(ChatShape):
     def message(self, choice: ChoiceDelta) -> AnswerMessage:
         """See `ChatShape.message`."""
         reader = self._readers[choice.index] = self._make_reader()
-        read, rest = reader.push(choice.text), reader.flush()
-        content, calls = read.content + rest.content, _joined(read.calls + rest.calls)
+        read = Read(reader.push(choice.text).parts + reader.flush().parts)
+        content, calls = read.content, _joined(read.calls)
         if not calls:
             return AnswerMessage(content)
         return AnswerMessage(content if content.strip() else None, tool_calls=calls)

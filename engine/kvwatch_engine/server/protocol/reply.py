@@ -52,6 +52,22 @@ class ModelList(Struct, kw_only=True):
     data: list[Model]
 
 
+class Status(Struct):
+    """State of the server."""
+
+    status: Literal["ok", "ready"]
+
+
+class Version(Struct):
+    """Version of kvwatch."""
+
+    version: str
+
+
+class NamedEvent(Struct, tag_field="type"):
+    """An event of a stream whose `type` is its name as well."""
+
+
 class Error(Struct):
     """What went wrong."""
 

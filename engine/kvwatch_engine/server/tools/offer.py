@@ -1,8 +1,9 @@
 """What a request offers to be called: its tools and `tool_choice`, checked."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 import msgspec
 
@@ -22,7 +23,22 @@ _ANY_ARGUMENTS: Final[dict[str, object]] = {"type": "object"}
 _JSON_OPTIONS: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Arguments are written as Python's json module writes them, which is how the models have seen them."""
 
-Choice = Literal["auto", "required"]
+Choice = Literal["none", "auto", "required"]
+Described = tuple[FunctionDefinition, str]
+"""A function, and where it stands in the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a `tool_choice` asks for."""
+
+    choice: Choice
+    names: frozenset[str] | None = None
+    """Functions that may be called; none for all."""
+    names_param: str = "tool_choice"
+    """Where their names stand in the request."""
+    is_one: bool = False
+    """Whether one call is asked for, and no other beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,72 +73,111 @@ def offer_of(
     Raises:
         RequestInvalid: a function is not described as it must be, or the choice names none of them.
     """
-    if not tools:
-        if tool_choice not in (None, "none", "auto"):
+    described = _described(tools or [])
+    return offer_functions(described, _wanted(tool_choice), parallel_tool_calls, limits)
+
+
+def offer_functions(
+    described: Sequence[Described],
+    wanted: Wanted,
+    parallel_tool_calls: bool | None,  # noqa: FBT001 - OpenAI's field
+    limits: GuidanceLimits,
+) -> Offer | None:
+    """Return what functions that were described somehow, and a choice among them, offer; none if nothing may be called.
+
+    Raises:
+        RequestInvalid: a function is not described as it must be, or the choice names none of them.
+    """
+    if not described:
+        if wanted.choice == "required" or wanted.names is not None:
             raise RequestInvalid("tool_choice needs tools; send the functions that may be called", param="tool_choice")
         return None
-    if len(tools) > MAX_TOOLS:
-        raise RequestInvalid(f"tools has {len(tools)} functions, the limit is {MAX_TOOLS}", param="tools")
-    functions = [_function(tool, f"tools[{place}]", limits) for place, tool in enumerate(tools)]
+    if len(described) > MAX_TOOLS:
+        raise RequestInvalid(f"tools has {len(described)} functions, the limit is {MAX_TOOLS}", param="tools")
+    functions = [_checked(function, param, limits) for function, param in described]
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         raise RequestInvalid("tools names a function twice; give each a name of its own", param="tools")
     num_bytes = len(msgspec.json.encode(functions))
     if num_bytes > limits.max_bytes:
         raise RequestInvalid(f"tools has {num_bytes} bytes, the limit is {limits.max_bytes}", param="tools")
-    if tool_choice == "none":
+    if wanted.choice == "none":
         return None
-    wanted = _wanted(tool_choice, names)
-    choice: Choice = "auto" if tool_choice in (None, "auto") else "required"
+    for name in wanted.names or ():
+        if name not in names:
+            raise RequestInvalid(
+                f"tool_choice asks for {shorten(name)!r}, which is not in tools", param=wanted.names_param
+            )
     return Offer(
         functions=tuple(functions),
         callable=tuple(
-            _offered(function, is_required=choice == "required")
+            _offered(function, is_required=wanted.choice == "required")
             for function in functions
-            if wanted in (None, function.name)
+            if wanted.names is None or function.name in wanted.names
         ),
-        choice=choice,
-        is_parallel=parallel_tool_calls is not False and wanted is None,
+        choice=wanted.choice,
+        is_parallel=parallel_tool_calls is not False and not wanted.is_one,
     )
 
 
-def _wanted(tool_choice: str | NamedTool | None, names: list[str]) -> str | None:
-    """Return the one function that was asked for; none if all may be called."""
-    if tool_choice in (None, "auto", "required"):
-        return None
-    if isinstance(tool_choice, str):
+def wanted_by_word(word: str) -> Wanted:
+    """Return what a `tool_choice` means that is a word.
+
+    Raises:
+        RequestInvalid: it is no known one.
+    """
+    if word not in ("none", "auto", "required"):
         raise RequestInvalid(
-            f"tool_choice is {shorten(tool_choice)!r}; it may be none, auto, required or a function of tools",
+            f"tool_choice is {shorten(word)!r}; it may be none, auto, required or a function of tools",
             param="tool_choice",
         )
-    assert tool_choice is not None, "none was looked at"
-    if tool_choice.type != "function" or tool_choice.function is None:
-        raise RequestInvalid("tool_choice must be {'type': 'function', 'function': {'name': ...}}", param="tool_choice")
-    if tool_choice.function.name not in names:
-        raise RequestInvalid(
-            f"tool_choice asks for {shorten(tool_choice.function.name)!r}, which is not in tools",
-            param="tool_choice.function.name",
-        )
-    return tool_choice.function.name
+    return Wanted(cast("Choice", word))
 
 
-def _function(tool: Tool, param: str, limits: GuidanceLimits) -> FunctionDefinition:
-    if tool.type != "function":
+def check_tool_type(kind: str, param: str) -> None:
+    """Refuse tools that are no functions.
+
+    Raises:
+        RequestInvalid: so.
+    """
+    if kind != "function":
         raise RequestInvalid(
-            f"{param}.type is {shorten(tool.type)!r}; only functions are supported by this server",
+            f"{param}.type is {shorten(kind)!r}; only functions are supported by this server",
             param=f"{param}.type",
             code="unsupported",
         )
-    function = tool.function
-    if function is None:
-        raise RequestInvalid(f"{param}.function is missing", param=f"{param}.function")
+
+
+def _wanted(tool_choice: str | NamedTool | None) -> Wanted:
+    if tool_choice is None:
+        return Wanted("auto")
+    if isinstance(tool_choice, str):
+        return wanted_by_word(tool_choice)
+    if tool_choice.type != "function" or tool_choice.function is None:
+        raise RequestInvalid("tool_choice must be {'type': 'function', 'function': {'name': ...}}", param="tool_choice")
+    name = tool_choice.function.name
+    return Wanted("required", frozenset({name}), "tool_choice.function.name", is_one=True)
+
+
+def _described(tools: Sequence[Tool]) -> list[Described]:
+    described: list[Described] = []
+    for place, tool in enumerate(tools):
+        param = f"tools[{place}]"
+        check_tool_type(tool.type, param)
+        if tool.function is None:
+            raise RequestInvalid(f"{param}.function is missing", param=f"{param}.function")
+        described.append((tool.function, f"{param}.function"))
+    return described
+
+
+def _checked(function: FunctionDefinition, param: str, limits: GuidanceLimits) -> FunctionDefinition:
     if not _NAME.fullmatch(function.name):
         raise RequestInvalid(
-            f"{param}.function.name is {shorten(function.name)!r}; it may have 1 to 64 letters, digits, _, - and .",
-            param=f"{param}.function.name",
+            f"{param}.name is {shorten(function.name)!r}; it may have 1 to 64 letters, digits, _, - and .",
+            param=f"{param}.name",
         )
     if function.parameters is not None:
-        check_schema(function.parameters, f"{param}.function.parameters", limits)
+        check_schema(function.parameters, f"{param}.parameters", limits)
     return function
 
 

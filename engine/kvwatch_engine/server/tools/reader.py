@@ -29,8 +29,18 @@ class CallDelta:
 class Read:
     """What became certain."""
 
-    content: str = ""
-    calls: tuple[CallDelta, ...] = ()
+    parts: tuple[str | CallDelta, ...] = ()
+    """Content and what was added to calls, in the order in which the model wrote it."""
+
+    @property
+    def content(self) -> str:
+        """All content."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> tuple[CallDelta, ...]:
+        """All that was added to calls."""
+        return tuple(part for part in self.parts if isinstance(part, CallDelta))
 
 
 class ToolReader:
@@ -55,8 +65,7 @@ class ToolReader:
         self._is_named = False
         self._in_calls = False
         """After a marker that begins calls, where the next call needs none."""
-        self._content: list[str] = []
-        self._deltas: list[CallDelta] = []
+        self._parts: list[str | CallDelta] = []
         self._num_chars = 0
         self.num_calls = 0
 
@@ -81,8 +90,8 @@ class ToolReader:
     # ------------------------------------------------------------------ parts
 
     def _certain(self) -> Read:
-        read = Read("".join(self._content), tuple(self._deltas))
-        self._content, self._deltas = [], []
+        read = Read(tuple(self._parts))
+        self._parts = []
         return read
 
     def _step(self) -> bool:
@@ -190,9 +199,9 @@ class ToolReader:
         if not arguments or (self._max_calls is not None and self.num_calls >= self._max_calls):
             return
         if is_first:
-            self._deltas.append(CallDelta(self.num_calls, arguments, self._family.new_id(), call.name))
+            self._parts.append(CallDelta(self.num_calls, arguments, self._family.new_id(), call.name))
         else:
-            self._deltas.append(CallDelta(self.num_calls, arguments))
+            self._parts.append(CallDelta(self.num_calls, arguments))
 
     def _abandon(self, call: JsonCall) -> None:
         """Let what began as a call be content, unless some of it was given out."""
@@ -205,7 +214,7 @@ class ToolReader:
     def _say(self, text: str) -> None:
         self._num_chars += len(text)
         if text:
-            self._content.append(text)
+            self._parts.append(text)
 
 
 def _overlap(text: str, marker: str) -> int:
