@@ -11,8 +11,7 @@ A cached block whose content is pinned is not free: it cannot be evicted.
 Knows blocks and their owners' names, not block tables, tokens or tensors. What blocks hold is up to `prefix_index.py`,
 what is noted of them to `block_columns.py`. Emits block events where they happen.
 
-Each operation takes all blocks of a call at once. Lists that it is given or returns go into its event as they are:
-nobody changes them afterwards.
+Lists that an operation is given or returns go into its event as they are: nobody changes them afterwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,8 +68,7 @@ class BlockPool:
         """Sum of the reference counts: entries of all block tables."""
         self._log = log
         self._index = PrefixIndex(num_blocks)
-        self._evicted = EvictionMemory()
-        """What was evicted for want of room while somebody listened."""
+        self._evicted = EvictionMemory()  # while somebody listened
         self._free = FreeList(1, num_blocks)
         self._events = BlockEvents(log, tier, self._columns)
         self.hashes = self._index.hashes
@@ -117,8 +115,8 @@ class BlockPool:
 
     def cached(self) -> list[tuple[BlockId, BlockHash]]:
         """Return the cached blocks and what they hold, the next to be evicted first, pinned ones last. O(cached)."""
-        evictable = [(block, content) for block in self._free.cached() if (content := self.hashes[block]) is not None]
-        return evictable + [(block, content) for block in self._idle_pinned() if (content := self.hashes[block])]
+        blocks = [*self._free.cached(), *self._idle_pinned()]
+        return [(block, content) for block in blocks if (content := self.hashes[block]) is not None]
 
     def is_pinned(self, block: BlockId) -> bool:
         """Return whether a block's content is pinned."""
@@ -275,8 +273,8 @@ class BlockPool:
         Args:
             num_blocks: from now on, the null block included.
             ref_counts: of the null block and the used ones.
-            filled_slots: likewise.
-            groups: likewise; of no interest where there is only one group.
+            filled_slots: of these.
+            groups: of these; of no interest where there is only one group.
         """
         self.clear_cache("resize")
         self._columns.lay_out(num_blocks, ref_counts, filled_slots, groups, self._log.now_ns)
