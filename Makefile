@@ -1,7 +1,7 @@
 # The whole contributor interface. Each target sets up what it needs; flags go through ARGS, for instance
 #   make serve ARGS="--port 8001 --num-blocks 500"
 #   make test ARGS="-k scheduler -x"
-.PHONY: install serve observatory dashboards-preview test test-all test-gpu test-vllm test-sglang test-ray check fix bench bench-peers bench-gpu models study mutate derive lock clean help
+.PHONY: install serve observatory dashboards-preview test test-all test-gpu test-vllm test-sglang test-ray check fix bench bench-peers bench-gpu profile models study mutate derive lock clean help
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
@@ -129,6 +129,9 @@ bench-peers: $(STAMP) $(VLLM_STAMP) $(TRANSFORMERS_STAMP) ## beside vLLM and tra
 	PYTHONPATH=tests/perf $(BIN)/python -m peers.run --vllm-python $(abspath $(VLLM_VENV))/bin/python \
 		--transformers-python $(abspath $(TRANSFORMERS_VENV))/bin/python $(ARGS)
 
+profile: $(STAMP) ## where the time of a step goes: a table by phase and operation, and a flame graph in .profile/
+	PYTHONPATH=tests/perf $(BIN)/python -m step_profile.run $(ARGS)
+
 models: $(STAMP) ## try every family of models against transformers, and write the table of docs/models.md
 	PYTHONPATH=tests $(BIN)/python tests/models_page.py $(ARGS)
 
@@ -146,4 +149,4 @@ bench-gpu: ## attention on a GPU beside torch's and, if installed, FlashInfer's 
 	PYTHONPATH=tests:engine:kernels:. $(PYTHON) tests/perf/gpu/bench_gpu.py $(ARGS)
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) $(RAY_VENV) $(SGLANG) .bench-peers .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) $(RAY_VENV) $(SGLANG) .bench-peers .profile .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
