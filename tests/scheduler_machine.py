@@ -61,6 +61,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     has_run_out = False
     """Whether memory was short in a step."""
+    largest_block_size = 1
+    """Of all that the engine had: what moved to smaller blocks is still as much as larger ones held."""
 
     @initialize(
         num_blocks=st.integers(12, 60),
@@ -278,6 +280,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Between two steps, whatever runs: live tokens are copied or computed again; refused, it changes nothing."""
         before = self.core.snapshot()
         old_size = self.core.settings.block_size
+        self.largest_block_size = max(self.largest_block_size, old_size)
         self.model.spare_bytes = (1 << 40) if is_copied else 0
         changer = Changer(self.core, RebuildLimits(cooldown_seconds=0.0))
         try:
@@ -422,13 +425,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def windows_bound_what_is_held(self) -> None:
         """Between two steps a group with a window holds no more than the next token can see, and a block.
 
-        After a step for which memory was short it may also hold what was to be written: smaller steps write it.
+        After a step for which memory was short it may also hold what was to be written: smaller steps write it. What
+        was in larger blocks before a rebuild is given up when its sequence goes on.
         """
         if not hasattr(self, "core"):
             return
         for group in self.core.manager.groups:
             if group.window is not None:
-                most = -(-group.window // group.block_size) + 2
+                before = max(self.largest_block_size, group.block_size)
+                most = (-(-group.window // before) + 2) * before // group.block_size
                 if self.has_run_out:
                     most = max(most, most_window_blocks(group.window, self.core.settings.max_chunk, group.block_size))
                 assert all(len(group.held(owner)) <= most for owner in self.core.manager.owners())

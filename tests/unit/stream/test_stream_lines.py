@@ -31,7 +31,9 @@ def test_every_event_has_a_line_with_time_step_request_and_name() -> None:
         assert re.match(rf"\d\d:\d\d:\d\d\.\d{{3}} step {event.step} +\S+ +{re.escape(spec.name)}\b", line), line
         assert "\n" not in line
         request = getattr(event, "request", "")
-        assert f" {request or '-'} " in line or isinstance(event, ev.StepScheduled | ev.WaitReasonsChanged)
+        assert f" {request or '-'} " in line or isinstance(
+            event, ev.StepScheduled | ev.WaitReasonsChanged | ev.DraftsVerified
+        )
 
 
 def test_durations_have_units_hashes_are_short_and_lists_are_cut() -> None:
