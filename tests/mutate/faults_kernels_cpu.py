@@ -4,6 +4,7 @@ from mutate.fault import Fault
 
 CPU = "kernels/kvwatch_kernels/cpu"
 TESTS = "tests/unit/kernels"
+WHOLE = "tests/integration/test_whole_forward.py"
 QUANTISED_TRUTH = (
     f"{TESTS}/test_kernels_attention_quantised.py::test_a_mixed_batch_equals_naive_attention_on_what_is_stored"
 )
@@ -187,5 +188,64 @@ KERNELS_CPU = (
         old="max(fitting - 1, 1)",
         new="fitting",
         tests=(f"{TESTS}/test_kernels_product_code.py::test_parts_cover_a_product_once_and_fit",),
+    ),
+    Fault(
+        name="threads-do-not-wait",
+        stands_for="In a program a thread begins the next call while others are still at the one before.",
+        file=f"{CPU}/program.py",
+        old="            wait_for_all(params, (index + 1) * num_threads)\n",
+        new="            pass\n",
+        tests=(f"{WHOLE}::test_threads_wait_for_each_other_between_two_calls",),
+    ),
+    Fault(
+        name="layers-share-their-counters",
+        stands_for="The second layer's attention finds all work items taken.",
+        file="kernels/kvwatch_kernels/forward.py",
+        old="counters.strides[0] * np.arange(len(places))",
+        new="0 * np.arange(len(places))",
+        tests=(f"{WHOLE}::test_the_same_bits_in_every_step",),
+    ),
+    Fault(
+        name="the-residual-is-forgotten",
+        stands_for="What a layer's MLP gives is not added to the hidden states of the next.",
+        file="kernels/kvwatch_kernels/forward.py",
+        old="None if is_first else self.added",
+        new="None",
+        tests=(f"{WHOLE}::test_the_same_bits_in_every_step",),
+    ),
+    Fault(
+        name="slots-of-the-last-step",
+        stands_for="Keys and values are written where those of the step before were.",
+        file="kernels/kvwatch_kernels/forward.py",
+        old="                params[places] = slots[group].slots.ctypes.data\n",
+        new="                pass\n",
+        tests=(f"{WHOLE}::test_the_same_bits_in_every_step",),
+    ),
+    Fault(
+        name="pairs-of-rows",
+        stands_for="Rows of pairs are taken to lie twice as far apart as they do.",
+        file=f"{CPU}/linear.py",
+        old="x_stride // 2 if is_paired else x_stride",
+        new="x_stride",
+        tests=(f"{TESTS}/test_kernels_linear.py::test_pairs_of_any_size_give_the_product",),
+    ),
+    Fault(
+        name="scores-of-pairs-unscaled",
+        stands_for="Scores that are made of pairs are not multiplied by the scale.",
+        file=f"{CPU}/tiles.py",
+        old="store(advance(scores, offset), load(advance(scores, offset)) * factor)",
+        new="store(advance(scores, offset), load(advance(scores, offset)))",
+        tests=(f"{TESTS}/test_kernels_attention_truth.py::test_a_mixed_batch_equals_naive_attention",),
+    ),
+    Fault(
+        name="the-pace-learns-nothing",
+        stands_for="Prompts beside decoding sequences are computed in steps as large as they can be.",
+        file="engine/kvwatch_engine/scheduling/scheduler.py",
+        old="        self._pace.note_step(scheduled.input.num_tokens, result.forward_ns * 1e-9)\n",
+        new="",
+        tests=(
+            "tests/unit/engine/test_engine_prefill_pace.py"
+            "::test_prompts_are_cut_so_that_those_who_decode_get_their_tokens_in_time",
+        ),
     ),
 )
