@@ -1,7 +1,9 @@
 """A real model goes on, token for token, while its cache is laid out in blocks of other sizes."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +75,7 @@ def test_texts_are_the_same_while_the_block_size_changes(model: LoadedModel, kv_
 
 _NUM_COMPILED = """
 import sys
+import weakref
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.loader import load_model
 from kvwatch_engine.model.runner import ModelRunner
@@ -121,6 +124,28 @@ def test_with_another_type_that_stays_texts_are_those_of_an_engine_that_began_wi
     carry_out()
 
     assert run(core, []) == run(make_engine(model, "int8"), [])
+
+
+def test_the_old_cache_is_given_up_before_one_of_another_type_is_made(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that takes most of the memory could not be replaced otherwise."""
+    runner = ModelRunner(model, KVCache(model.cache_spec(8), 16))
+    runner.warm_up(8)
+    old, is_given_up = weakref.ref(runner.kv_cache), []
+    make = KVCache.__init__
+
+    def noting(cache: KVCache, spec: KVCacheSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        if num_blocks == 32:
+            gc.collect()
+            is_given_up.append(old() is None)
+        make(cache, spec, num_blocks, device)
+
+    monkeypatch.setattr(KVCache, "__init__", noting)
+
+    runner.replace(runner.layout(8, "int8"), 32)
+
+    assert is_given_up == [True]
 
 
 @pytest.mark.parametrize("changes", [{"block_size": 16}, {"kv_dtype": "int8"}])

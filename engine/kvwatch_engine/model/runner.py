@@ -130,7 +130,7 @@ class ModelRunner:
     def replace(self, layout: BlockLayout, num_blocks: int) -> None:
         """Go on with an empty cache of another layout, once the old one is gone; see `BlockMemory`."""
         spec, old_num_blocks, device = self._kv_cache.spec, self._kv_cache.num_blocks, self._kv_cache.device
-        self._device = None
+        self._device = self._whole = None
         self._kv_cache = KVCache(spec, 2, device)  # nothing refers to the old one any more
         if device.type == "cuda":
             torch.cuda.empty_cache()
