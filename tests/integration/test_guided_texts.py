@@ -246,6 +246,28 @@ def test_what_asks_for_nothing_leaves_the_text_free(server: RunningServer, more:
     assert server.post("/v1/completions", **free, **more).json()["choices"][0]["text"] == plain
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"guided_json": {"$ref": "#"}},
+        {"guided_grammar": "start: a\na: b\nb: a\n"},
+        {"guided_regex": r"[^\x00-\U0010ffff]"},
+        {"guided_grammar": 'start: "x" a\na: b\nb: a\n'},  # known only once there is an x
+    ],
+)
+def test_a_grammar_that_no_text_fulfils_is_refused_with_what_to_change(
+    server: RunningServer, more: dict[str, object]
+) -> None:
+    refused = server.post("/v1/completions", model="model", prompt="x", max_tokens=8, temperature=0, **more)
+
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["code"] == "invalid_grammar"
+    assert "no text can go on" in error["message"]
+    assert "give it one that ends" in error["message"]
+    server.wait_idle()
+
+
 def test_a_grammar_that_dies_on_the_way_is_the_requests_own_error(server: RunningServer, client: OpenAI) -> None:
     dying = 'start: a{1000000}\na: "x" | "xx"\n'
 

@@ -181,6 +181,19 @@ def test_a_conversation_may_go_on_for_ever_when_its_oldest_turns_may_go(tmp_path
         assert len(listed) == 23
 
 
+def test_turns_with_more_characters_than_anybody_would_count_tokens_of_go_as_well(tmp_path: Path) -> None:
+    with response_stage(tmp_path, max_model_len=256) as stage:
+        stage.model.say("Fine.")
+        endless, last = {"role": "user", "content": "word " * 100_000}, {"role": "user", "content": "last"}
+
+        stage.ask([endless, last], truncation="auto")
+        refused = stage.post(input=[last, endless], truncation="auto")
+
+        assert stage.model.last_prompt() == turn("user", "last") + OPEN
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert refused.json()["error"]["param"] == "input"
+
+
 def test_a_result_is_never_left_without_its_call(tmp_path: Path) -> None:
     with response_stage(tmp_path, max_model_len=256) as stage:
         stage.model.say("Fine.")

@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 
 from kvwatch_engine.contracts.errors import GuideFailed
 from kvwatch_engine.contracts.guidance import BoolArray
-from kvwatch_engine.guidance.vocabulary import matcher_error
+from kvwatch_engine.guidance.vocabulary import DEAD_END, matcher_error
 
 
 class MatcherGuide:
@@ -71,6 +71,8 @@ class MatcherGuide:
             matcher.consume_tokens(new)
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         error = matcher_error(matcher)
+        if error == DEAD_END:
+            raise GuideFailed(f"the grammar has led to a place where {error}")
         if error:
             raise GuideFailed(f"the grammar takes too much work at this token ({error}); make it simpler")
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)

@@ -16,6 +16,11 @@ _LIMITS: Final = LLParserLimits(
 )
 """Work that the library may do: some 10 ms at most for one token, some 40 MB for one sequence."""
 _MAX_REASON_CHARS: Final = 300
+_LIBRARY_DEAD_END: Final = "NoExtensionBias"
+DEAD_END: Final = (
+    "no text can go on: a part of it refers to itself without an end, or is impossible; give it one that ends"
+)
+"""What a matcher complains of where its grammar neither ends nor allows another token."""
 
 
 class VocabularySource(msgspec.Struct, frozen=True):
@@ -49,7 +54,10 @@ def make_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 
 def matcher_error(matcher: LLMatcher) -> str:
     """Return what a matcher complains of, in one line; empty if nothing."""
-    return one_line(matcher.get_error()) if matcher.is_error() else ""
+    if not matcher.is_error():
+        return ""
+    reason = one_line(matcher.get_error())
+    return DEAD_END if reason.startswith(_LIBRARY_DEAD_END) else reason
 
 
 def one_line(text: str) -> str:

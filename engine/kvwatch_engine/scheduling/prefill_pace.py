@@ -17,6 +17,8 @@ LEAST_PREFILL_TOKENS: Final = 16
 """Tokens of prefill that always fit: nobody waits for ever."""
 MOST_SLOWDOWN: Final = 2.0
 """Where decoding alone takes most of the time, a step with prefill may take so many times as long."""
+_MANY: Final = 2**31
+"""More tokens than a step ever has: what an endless time is enough for."""
 
 
 class PrefillPace:
@@ -57,7 +59,7 @@ class PrefillPace:
         if each <= 0:
             return None
         seconds = max(target_seconds, MOST_SLOWDOWN * (base + each * num_decoding))
-        return max(int((seconds - base) / each), num_decoding + LEAST_PREFILL_TOKENS)
+        return max(int(min((seconds - base) / each, _MANY)), num_decoding + LEAST_PREFILL_TOKENS)
 
     def _fit(self) -> tuple[float, float]:
         """Return seconds of a step without tokens, and of each token: weighted least squares, neither negative."""

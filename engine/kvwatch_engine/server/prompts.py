@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from kvwatch_engine.contracts.errors import EngineOverloaded
+from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid
 from kvwatch_engine.contracts.image import PromptImage
 from kvwatch_engine.server.chat_template import ChatMessage
 from kvwatch_engine.server.conversation import Turn, images_of
 from kvwatch_engine.server.image_prompts import ImagePrompts
-from kvwatch_engine.server.sampling import check_prompt_length, too_long
+from kvwatch_engine.server.sampling import check_prompt_length, is_too_long, too_long
 from kvwatch_engine.server.settings import ServerSettings
 from kvwatch_engine.server.tokenizer import Tokenizer
 from kvwatch_engine.server.tools.offer import Offer
@@ -138,6 +138,7 @@ class PromptEncoder:
         variables: dict[str, bool],
         offer: Offer | None,
         limit: int,
+        param: str,
     ) -> int | None:
         """Return how many of the oldest turns must go so that the prompt has at most `limit` tokens.
 
@@ -147,6 +148,7 @@ class PromptEncoder:
             variables: further variables of the template.
             offer: functions that the model may call.
             limit: most tokens of the prompt.
+            param: field of the request that the conversation came from.
 
         Returns:
             None if even the newest turns that can stand alone are too long.
@@ -158,7 +160,12 @@ class PromptEncoder:
 
         def fits(num_dropped: int) -> bool:
             left = [*fixed, *turns[num_dropped:]]
-            return len(self._lay_out(left, variables, offer).token_ids) <= limit
+            try:
+                return len(self._lay_out(left, variables, offer, param=param).token_ids) <= limit
+            except RequestInvalid as error:  # with so many characters nobody counts tokens
+                if is_too_long(error):
+                    return False
+                raise
 
         return await self._run(lambda: first_that_fits(turns, self._num_tokens, limit, fits))
 

@@ -23,6 +23,7 @@ GREEDY_BELOW = 1e-5
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of /v1/completions. Chat's default is what fits."""
 _MAX_KEY_CHARS = 20
+_TOO_LONG = "context_length_exceeded"
 
 Number = TypeVar("Number", int, float)
 AnyRequest = ChatRequest | CompletionRequest | ResponseRequest
@@ -133,8 +134,13 @@ def too_long(what: str, max_model_len: int, param: str) -> RequestInvalid:
         f"{what}; this server's maximum context length is {max_model_len} tokens, prompt and answer together; "
         "shorten the prompt or ask for fewer tokens",
         param=param,
-        code="context_length_exceeded",
+        code=_TOO_LONG,
     )
+
+
+def is_too_long(error: RequestInvalid) -> bool:
+    """Whether an error is one of `too_long`."""
+    return error.code == _TOO_LONG
 
 
 def _max_tokens(request: AnyRequest, num_prompt_tokens: int, num_sequences: int, bounds: Bounds) -> int:

@@ -74,6 +74,13 @@ def test_whatever_was_measured_there_is_room_for_some(steps: list[tuple[int, flo
     assert most is None or most >= 5 + LEAST_PREFILL_TOKENS
 
 
+def test_a_time_without_end_lets_everything_into_a_step() -> None:
+    most = learnt(4, 400).most_tokens(3, 1.7e308)
+
+    assert most is not None
+    assert most > 10**9
+
+
 def test_steps_of_one_size_tell_no_base() -> None:
     pace = learnt(100, 100, 100)
 

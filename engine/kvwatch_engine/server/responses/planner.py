@@ -120,7 +120,7 @@ class ResponsePlanner(ConversationPlanner):
         variables = template_variables(request.chat_template_kwargs)
         if is_cut:
             limit = self.max_model_len - (request.max_output_tokens or -(-self.max_model_len // _ANSWER_SHARE))
-            num_beyond = await self.prompts.num_beyond(fixed, turns, variables, offer, limit)
+            num_beyond = await self.prompts.num_beyond(fixed, turns, variables, offer, limit, _FIELD)
             if num_beyond is None:
                 raise too_long(f"even its newest items alone have more than {limit} tokens", self.max_model_len, _FIELD)
             turns = turns[num_beyond:]
