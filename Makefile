@@ -124,8 +124,9 @@ $(TRANSFORMERS_STAMP):
 	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet 'transformers[serving]==5.24.0'
 	@touch $@
 
-# On a machine that does nothing else. ARGS="--help" says how to run parts of it.
-bench-peers: $(STAMP) $(VLLM_STAMP) $(TRANSFORMERS_STAMP) ## beside vLLM and transformers on the CPU; builds environments for them
+# On a machine that does nothing else. ARGS="--help" says how to run parts of it; what starts no peer needs no environment of one.
+PEERS := $(if $(filter --help -h --report,$(ARGS)),,$(VLLM_STAMP) $(TRANSFORMERS_STAMP))
+bench-peers: $(STAMP) $(PEERS) ## beside vLLM and transformers on the CPU; builds environments for them
 	PYTHONPATH=tests/perf $(BIN)/python -m peers.run --vllm-python $(abspath $(VLLM_VENV))/bin/python \
 		--transformers-python $(abspath $(TRANSFORMERS_VENV))/bin/python $(ARGS)
 

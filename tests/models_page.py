@@ -66,7 +66,7 @@ def _groups(groups: Sequence[KVGroup]) -> str:
 
 def main() -> int:
     """Try all families; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page differs")
     is_check = parser.parse_args().check
     torch.set_num_threads(1)

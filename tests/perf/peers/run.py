@@ -4,12 +4,13 @@ All servers are up, and all but the one under load are frozen. In each round the
 are taken round by round. Before each load's turn the machine's bandwidth and products are measured. Trials are kept in
 a folder, so that short runs add up:
 
-    make bench-peers                                           everything: about an hour
+    make bench-peers                                           everything: more than an hour on two cores
     make bench-peers ARGS="--loads serving --sides kvwatch,vllm --rounds 3"
     make bench-peers ARGS="--add --loads burst --rounds 2"     adds to the trials of earlier runs
     make bench-peers ARGS="--report"                           says again what the trials say
 
-Exits 1 when a target is missed, 2 when the machine is busy, 3 when a server failed, 130 when it was interrupted.
+Exits 1 when a target is missed, 2 when the machine is busy, 3 when a server failed, 130 when it was interrupted; make
+tells that as `Error N`, and exits 2 itself.
 """
 
 import argparse
