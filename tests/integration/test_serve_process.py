@@ -194,6 +194,23 @@ def test_a_wrong_setting_is_one_line_that_says_what_to_do(folder: Path, flags: l
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--num-blocks", "5", "--kv-memory", "1GiB"],
+        ["--max-num-seqs", "64", "--max-batch-tokens", "8"],
+        ["--prompt-lookup-min", "8", "--prompt-lookup-max", "4"],
+    ],
+)
+def test_whoever_contradicts_himself_does_not_wait_for_a_model(folder: Path, flags: list[str]) -> None:
+    command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(folder), "--port", "0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 2
+    assert flags[0] in done.stderr
+    assert "loading" not in done.stderr
+
+
 def test_a_taken_port_is_named(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

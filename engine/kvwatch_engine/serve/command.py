@@ -38,7 +38,7 @@ from kvwatch_engine.live import LiveEngine, LiveJournal, RebuildLimits
 from kvwatch_engine.serve.admin import declared, tokenize_as_completions
 from kvwatch_engine.serve.api import api_limits
 from kvwatch_engine.serve.asked import asked_model
-from kvwatch_engine.serve.engine import load, make_engine
+from kvwatch_engine.serve.engine import load, make_engine, refuse_contradictions
 from kvwatch_engine.serve.lora import adapter_options, allowing_series, lora_settings
 from kvwatch_engine.serve.settings import ServeSettings
 from kvwatch_engine.serve.signals import DumpSignal, dump_on_signal
@@ -104,7 +104,8 @@ def serve(resolved: Resolved[ServeSettings], dumps: DumpSignal) -> None:
     started = time.monotonic()
     _raise_open_files_limit()
     cache_dir = settings.cache_folder()
-    # Ports and files first: whoever mistyped one should not wait for a model.
+    # Numbers, ports and files first: whoever mistyped one should not wait for a model.
+    refuse_contradictions(settings)
     loras = lora_settings(settings)
     plan = plan_observatory(allowing_series(settings, loras), f"{settings.engine_name}.{settings.dp_rank}", cache_dir)
     tiers = tier_settings(settings)

@@ -58,6 +58,26 @@ def load(settings: ServeSettings, asked: AskedModel, cache_dir: Path) -> "Loaded
     return replace(model, info=replace(model.info, further_names=asked.names[1:]))
 
 
+def refuse_contradictions(settings: ServeSettings) -> None:
+    """Refuse settings that contradict each other whatever the model is, before one is loaded for them.
+
+    Raises:
+        ConfigError: so.
+    """
+    if settings.num_blocks is not None and settings.kv_memory is not None:
+        raise ConfigError("--num-blocks and --kv-memory both say how large the pool is; give one of them")
+    if settings.max_batch_tokens < settings.max_num_seqs:
+        raise ConfigError(
+            f"--max-batch-tokens {settings.max_batch_tokens} is less than --max-num-seqs {settings.max_num_seqs}; "
+            "each running sequence needs a token a step: raise one or lower the other"
+        )
+    if settings.prompt_lookup_min > settings.prompt_lookup_max:
+        raise ConfigError(
+            f"--prompt-lookup-min {settings.prompt_lookup_min} is more than --prompt-lookup-max "
+            f"{settings.prompt_lookup_max}; raise the one or lower the other"
+        )
+
+
 def make_engine(
     settings: ServeSettings,
     tiers: TierSettings,
@@ -68,7 +88,7 @@ def make_engine(
     """Make an engine that has not started, with its pool, warmed up.
 
     Raises:
-        ConfigError: settings contradict each other or the model.
+        ConfigError: settings contradict the model or the memory that there is.
     """
     logger.info("warming up", note="the first start compiles the kernels, later ones load them")
     runner, engine_settings = build_runner(settings, tiers, model)
@@ -91,7 +111,7 @@ def build_runner(
     """Allocate the pool's tensors, warm the model up, and return both with the engine's settings.
 
     Raises:
-        ConfigError: settings contradict each other or the model.
+        ConfigError: settings contradict the model or the memory that there is.
     """
     from kvwatch_engine.memory.kv_cache import KVCache
     from kvwatch_engine.model.devices import free_bytes
@@ -114,24 +134,12 @@ def make_engine_settings(
     """Return the engine's settings for a model, filling in what was left open; `free_bytes` is what the pool may take.
 
     Raises:
-        ConfigError: settings contradict each other or the model.
+        ConfigError: settings contradict the model or the memory that there is.
     """
-    if settings.num_blocks is not None and settings.kv_memory is not None:
-        raise ConfigError("--num-blocks and --kv-memory both say how large the pool is; give one of them")
-    if settings.max_batch_tokens < settings.max_num_seqs:
-        raise ConfigError(
-            f"--max-batch-tokens {settings.max_batch_tokens} is less than --max-num-seqs {settings.max_num_seqs}; "
-            "each running sequence needs a token a step: raise one or lower the other"
-        )
     max_model_len = settings.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise ConfigError(
             f"--max-model-len {max_model_len} is more than the {model.max_position} tokens that the model was made for"
-        )
-    if settings.prompt_lookup_min > settings.prompt_lookup_max:
-        raise ConfigError(
-            f"--prompt-lookup-min {settings.prompt_lookup_min} is more than --prompt-lookup-max "
-            f"{settings.prompt_lookup_max}; raise the one or lower the other"
         )
     num_blocks = _num_blocks(settings, spec, groups, max_model_len, free_bytes)
     return EngineSettings(
