@@ -433,6 +433,31 @@ def test_the_log_has_one_line_for_a_request_with_its_counts_and_no_text(
     assert "secret" not in caplog.text
 
 
+def test_the_log_line_of_a_refused_request_says_which_parameter_and_which_error_and_no_text(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def line_with(part: str) -> str:
+        wait_until(lambda: part in caplog.text)
+        [line] = [record.getMessage() for record in caplog.records if part in record.getMessage()]
+        return line
+
+    with caplog.at_level("INFO", "kvwatch.server"):
+        server.post("/v1/completions", prompt="secret words", temperature=3)
+        hot = line_with("error_param='temperature'")
+        server.post("/v1/completions", prompt="secret words", model="secret")
+        unknown = line_with("error_param='model'")
+        server.get("/v1/nothing")
+        path = line_with("path='/v1/nothing'")
+
+    assert "status=400" in hot
+    assert "error_code" not in hot
+    assert "status=404" in unknown
+    assert "error_code='model_not_found'" in unknown
+    assert "status=404" in path
+    assert "error_" not in path
+    assert "secret" not in caplog.text
+
+
 def test_prompts_are_logged_only_when_asked_for_and_with_the_request_id(
     folder: Path, model: NullModel, caplog: pytest.LogCaptureFixture
 ) -> None:

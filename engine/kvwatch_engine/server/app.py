@@ -30,7 +30,7 @@ from kvwatch_engine.server.image_prompts import ImagePrompts
 from kvwatch_engine.server.models import ServedModels, model_routes
 from kvwatch_engine.server.openapi import document_route
 from kvwatch_engine.server.prompts import PromptEncoder
-from kvwatch_engine.server.request_log import RequestLog
+from kvwatch_engine.server.request_log import RequestLog, noting
 from kvwatch_engine.server.responses.planner import ResponsePlanner
 from kvwatch_engine.server.responses.routes import response_routes
 from kvwatch_engine.server.responses.store import ResponseStore
@@ -128,9 +128,9 @@ def create_app(  # noqa: PLR0913 - by keyword
         routes=routes,
         middleware=middleware,
         exception_handlers={
-            ApiError: on_api_error,
-            RequestInvalid: on_invalid,
-            EngineOverloaded: on_overload,
+            ApiError: noting(on_api_error),
+            RequestInvalid: noting(on_invalid),
+            EngineOverloaded: noting(on_overload),
             HTTPException: on_http_exception,
         },
         lifespan=lifespan,

@@ -8,16 +8,19 @@ the request is handled.
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvwatch.telemetry.trace_context import TraceContext, begin_trace, read_trace_parent
+from kvwatch_engine.contracts.errors import EngineOverloaded, RequestInvalid
 from kvwatch_engine.server.choice import ChoiceDelta
-from kvwatch_engine.server.errors import ClientGone, internal_error, shorten
+from kvwatch_engine.server.errors import ApiError, ClientGone, internal_error, shorten
 from kvwatch_engine.server.protocol.reply import Usage
 
 CLIENT_CLOSED_REQUEST = 499
@@ -48,6 +51,9 @@ class RequestRecord:
     usage: Usage | None = None
     first_token_seconds: float | None = None
     finish_reasons: list[str] = field(default_factory=list)
+    error_param: str | None = None
+    error_code: str | None = None
+    """As in the answer's error. Its message may quote what the client sent, and is in the answer only."""
 
     def saw(self, deltas: Sequence[ChoiceDelta]) -> None:
         """Note the time of the first text and why choices ended."""
@@ -60,6 +66,10 @@ class RequestRecord:
         found: dict[str, object] = {"status": self.status, "seconds": round(time.monotonic() - self.begin, 4)}
         if self.key_name:
             found["api_key"] = self.key_name
+        if self.error_param is not None:
+            found["error_param"] = shorten(self.error_param)
+        if self.error_code is not None:
+            found["error_code"] = self.error_code
         if self.answer_id:
             found |= {"answer_id": self.answer_id, "is_stream": self.is_stream, "finish": self.finish_reasons}
         if self.first_token_seconds is not None:
@@ -76,6 +86,20 @@ def record_of(scope: Scope) -> RequestRecord:
     record = scope[_RECORD]
     assert isinstance(record, RequestRecord)
     return record
+
+
+def noting(handler: Callable[[Request, Exception], Response]) -> Callable[[Request, Exception], Response]:
+    """Return an exception handler that also puts the error's `param` and `code` into the request's line."""
+
+    def handle(request: Request, error: Exception) -> Response:
+        record = record_of(request.scope)
+        if isinstance(error, ApiError | RequestInvalid):
+            record.error_param, record.error_code = error.param, error.code
+        elif isinstance(error, EngineOverloaded):
+            record.error_code = error.reason
+        return handler(request, error)
+
+    return handle
 
 
 class RequestLog:

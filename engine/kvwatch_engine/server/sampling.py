@@ -148,7 +148,8 @@ def _max_tokens(request: AnyRequest, num_prompt_tokens: int, num_sequences: int,
     if wants_prompt_only(request):
         asked = 1  # the least that an engine does; nobody is shown it
     if asked is not None and asked < 1:
-        raise RequestInvalid(f"{name} is {_show(asked)}, it must be at least 1", param=name)
+        prompt_alone = ", or 0 together with echo" if isinstance(request, CompletionRequest) else ""
+        raise RequestInvalid(f"{name} is {_show(asked)}, it must be at least 1{prompt_alone}", param=name)
     room = bounds.max_new_tokens(num_prompt_tokens, num_sequences)
     what, param = ("beams", "beam_width") if request.use_beam_search else ("choices", "n")
     has_many = num_sequences > 1

@@ -216,7 +216,7 @@ def test_log_probabilities_of_the_prompt_are_those_of_the_field_that_asks_for_mo
 
 def test_no_answer_but_the_echoed_prompt_is_one_token_for_the_engine() -> None:
     assert parse_completion(completion_body(echo=True, max_tokens=0)).max_tokens == 1
-    with pytest.raises(RequestInvalid, match="max_tokens is 0"):
+    with pytest.raises(RequestInvalid, match="max_tokens is 0, it must be at least 1, or 0 together with echo"):
         parse_completion(completion_body(max_tokens=0))
 
 
