@@ -264,6 +264,7 @@ def test_a_model_without_a_template_says_what_to_use_instead(tmp_path: Path) -> 
         message = assert_error(server.post("/v1/chat/completions", messages=HI), 400, "messages")
 
     assert "/v1/completions" in message
+    assert "--chat-template" in message
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_at_once(folder: Path) -> None:

@@ -55,7 +55,11 @@ class ChatTemplate:
             RequestInvalid: the model has no template, or its template refuses these messages.
         """
         if not self._owner.chat_template:
-            raise RequestInvalid("this model has no chat template; use /v1/completions with a prompt", param=param)
+            raise RequestInvalid(
+                "this model has no chat template; use /v1/completions with a prompt, or start the server with "
+                "--chat-template",
+                param=param,
+            )
         try:
             text = self._owner.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools, **variables
