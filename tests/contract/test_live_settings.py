@@ -36,6 +36,12 @@ def test_each_live_setting_is_declared_as_serve_declares_it() -> None:
         assert declared.spec.brief == live.brief, live.key
 
 
+@pytest.mark.parametrize("name", [name for name, each in DECLARED.items() if each.kind is float])
+def test_no_number_is_so_large_that_what_is_computed_from_it_has_no_end(name: str) -> None:
+    """Times become nanoseconds and deadlines: the largest float times a thousand million is infinite."""
+    assert DECLARED[name].spec.maximum is not None
+
+
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "kvwatch" / "values.schema.json"
 
 

@@ -56,7 +56,12 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
     max_batch_tokens: Annotated[int, setting("Most tokens in one step.", minimum=1)] = 256
     max_prefill_chunk: Annotated[int | None, setting("Most tokens of one sequence in one step.", minimum=1)] = None
     target_itl_seconds: Annotated[
-        float, setting("Prompts come in chunks that let steps with decoding sequences end in time; 0: any.", minimum=0)
+        float,
+        setting(
+            "Prompts come in chunks that let steps with decoding sequences end in time; 0: any.",
+            minimum=0,
+            maximum=86_400,
+        ),
     ] = 0.06
     max_queued_requests: Annotated[int, setting("Waiting requests beyond this get 429.", minimum=1)] = 1024
     max_queued_tokens: Annotated[int, setting("Waiting prompt tokens beyond this get 429.", minimum=1)] = 1_048_576
@@ -66,10 +71,15 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
     ] = True
     priority_aging_seconds: Annotated[
         float,
-        setting("A request of priority p waits as if it had come p times so much later; 0: never ages.", minimum=0),
+        setting(
+            "A request of priority p waits as if it had come p times so much later; 0: never ages.",
+            minimum=0,
+            maximum=86_400,
+        ),
     ] = 30.0
     deadline_seconds: Annotated[
-        float | None, setting("Requests end with an error after this time; they may ask for less.", minimum=0.001)
+        float | None,
+        setting("Requests end with an error after this time; they may ask for less.", minimum=0.001, maximum=86_400),
     ] = None
     preemption_mode: Annotated[
         PreemptionMode, setting("What becomes of K/V whose blocks are taken; auto: what is cheaper, as measured.")
@@ -91,7 +101,8 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
         str | None, setting("Limit of the link to the device a second, such as 100MiB, to stand for a slower one.")
     ] = None
     transfer_seconds: Annotated[
-        float, setting("A transfer between tiers that takes longer has failed: recompute.", minimum=0.01)
+        float,
+        setting("A transfer between tiers that takes longer has failed: recompute.", minimum=0.01, maximum=86_400),
     ] = DEFAULT_TRANSFER_SECONDS
     prefix_cache: Annotated[bool, setting("Reuse the blocks of known prefixes.")] = True
     strict_prefix_cache: Annotated[
