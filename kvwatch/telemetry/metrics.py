@@ -343,7 +343,11 @@ DECODE_SECONDS = _histogram(
 # ---------------------------------------------------------------- engine
 STEP_DURATION = _histogram(
     "step_seconds", "Duration of a step by phase.", "seconds", STEP_SECONDS, ("phase",), moves="At every step.",
-    action="schedule, build and apply are the engine itself, forward and sample the model.",
+    action="schedule and apply are the engine itself, forward and sample the model.",
+)  # fmt: skip
+STEP_BUILD_SECONDS = _counter(
+    "step_build_seconds", "Time of packing what runs in a step into arrays.", "seconds", moves="At every step.",
+    action="Divide by the growth of step_seconds_count: grows with the sequences and tokens of a step.",
 )  # fmt: skip
 FORWARD_OPERATION_SECONDS = _counter(
     "forward_operation_seconds", "Time of forward passes by kind of operation.", "seconds", ("operation",),

@@ -7,7 +7,7 @@ from kvwatch.insight.diagnosis.pressure import DEVICE, thrashes
 from kvwatch.insight.diagnosis.reading import Observation
 from kvwatch.telemetry import metrics as m
 
-_PHASES = ("schedule", "build", "forward", "sample", "apply")
+_PHASES = ("schedule", "forward", "sample", "apply")
 _LIMITS = {
     "sequences": (
         "all places for running sequences are taken",

@@ -42,7 +42,7 @@ class StepScheduled(Event):
         metrics.STEP_DURATION.observe(amount_of("forward_ns", NS), phase="forward"),
         metrics.STEP_DURATION.observe(amount_of("sample_ns", NS), phase="sample"),
         metrics.STEP_DURATION.observe(amount_of("apply_ns", NS), phase="apply"),
-        metrics.STEP_DURATION.observe(amount_of("build_ns", NS), phase="build"),
+        metrics.STEP_BUILD_SECONDS.count(amount_of("build_ns", NS)),
         metrics.FORWARD_OPERATION_SECONDS.count(amount_of("linear_ns", NS), operation="linear"),
         metrics.FORWARD_OPERATION_SECONDS.count(amount_of("attention_ns", NS), operation="attention"),
         metrics.FORWARD_OPERATION_SECONDS.count(amount_of("rotary_ns", NS), operation="rotary"),
