@@ -22,7 +22,14 @@ def _sizes(title: str, metric: Metric) -> Panel:
 _STEP = Panel(
     title="Duration of steps by phase",
     unit="s",
-    queries=(Query(q.quantile(0.99, m.STEP_DURATION, "phase"), "p99 {{phase}}"),),
+    queries=(
+        Query(q.quantile(0.99, m.STEP_DURATION, "phase"), "p99 {{phase}}"),
+        Query(
+            f"sum({q.rate(m.STEP_BUILD_SECONDS)})"
+            f" / sum({q.observations(m.STEP_DURATION, part='_count', phase='forward')})",
+            "mean batch building",
+        ),
+    ),
 )
 _OPERATIONS = Panel(
     title="Time of the forward pass by operation",
