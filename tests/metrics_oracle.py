@@ -358,7 +358,7 @@ class Oracle(Book):
     def differences(self, view: View, offset_ns: int, *, is_clock_real: bool = False) -> list[str]:
         """Compare a view with all of this. With a real clock, times of day and of the engine's work are left out."""
         found: list[str] = []
-        left_out = NOT_FROM_THE_ENGINE | ({m.LAST_STEP_TIMESTAMP} if is_clock_real else set())
+        left_out = NOT_FROM_THE_ENGINE | ({m.LAST_STEP_TIMESTAMP, m.STEP_BUILD_SECONDS} if is_clock_real else set())
         gauges = {(s.metric, s.labels): s.value for s in view.gauges if s.metric not in left_out}
         expected = {key: number for key, number in self.gauges(offset_ns).items() if key[0] not in left_out}
         found += _unequal(gauges, expected)

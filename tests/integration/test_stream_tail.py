@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -77,8 +77,13 @@ class Following:
         return [each for each in self.objects if each["kind"] == kind]
 
     def end(self) -> int:
-        self.process.send_signal(signal.SIGINT)
-        status = self.process.wait(20)
+        status = None
+        for _ in range(4):  # whoever sees nothing happen presses the keys again
+            self.process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                status = self.process.wait(20)
+                break
+        assert status is not None, "it does not end"
         for reader in self._readers:
             reader.join(10)
         for pipe in (self.process.stdout, self.process.stderr):
