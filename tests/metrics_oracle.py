@@ -362,9 +362,11 @@ class Oracle(Book):
         gauges = {(s.metric, s.labels): s.value for s in view.gauges if s.metric not in left_out}
         expected = {key: number for key, number in self.gauges(offset_ns).items() if key[0] not in left_out}
         found += _unequal(gauges, expected)
-        counters = {(s.metric, s.labels): s.value for s in view.counters if s.metric not in NOT_FROM_THE_ENGINE}
+        counters = {(s.metric, s.labels): s.value for s in view.counters if s.metric not in left_out}
         divisors = {m.KV_STALL_SECONDS: 1e9, m.FORWARD_OPERATION_SECONDS: 1e9}
-        counted = {key: amount / divisors.get(key[0], 1) for key, amount in self.counts.items()}
+        counted = {
+            key: amount / divisors.get(key[0], 1) for key, amount in self.counts.items() if key[0] not in left_out
+        }
         found += _unequal(counters, dict.fromkeys(counters, 0.0) | counted)
         for sample in view.histograms:
             wanted = self.binned(sample.metric, sample.labels, sample.bounds)
