@@ -35,10 +35,9 @@ from kvwatch_engine.guidance.messages import Silence, Trial, Untried, receive_me
 from kvwatch_engine.guidance.vocabulary import VocabularySource, make_matcher, matcher_error, one_line
 
 _STACK_BYTES: Final = 2**20
-_LONG_SECONDS: Final = 0.02
-"""Time after which a worker has only what nobody else wants of a processor: what people write is done by then."""
+_LONG_SECONDS: Final = 0.1
 _LONG_NICENESS: Final = 19
-"""The same where the system has no such class."""
+"""Of a worker that has taken so long: one or two hundredths."""
 _JSON_OPTIONS: Final = {
     "item_separator": ",",
     "key_separator": ":",
@@ -143,11 +142,8 @@ def _ends_within(process: int, seconds: float) -> bool:
 def _step_back(process: int) -> None:
     """Lower the priority of a process, which each of its threads has for itself; it may end meanwhile."""
     with suppress(OSError):
-        for thread in map(int, os.listdir(f"/proc/{process}/task")):
-            if hasattr(os, "SCHED_IDLE"):
-                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
-            else:
-                os.setpriority(os.PRIO_PROCESS, thread, _LONG_NICENESS)
+        for thread in os.listdir(f"/proc/{process}/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), _LONG_NICENESS)
 
 
 def _work(vocabulary: LLTokenizer, untried: Untried, connection: socket.socket) -> None:
