@@ -20,6 +20,8 @@ from kvwatch.stream.access import StreamOptions
 from kvwatch.stream.tail import COMMAND, TOKEN_VARIABLE
 
 PROGRAM = (
+    # Whoever runs the tests in the background of a shell has its children ignore interrupts.
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "import argparse, sys; from kvwatch.errors import KVWatchError; from kvwatch.stream.tail import COMMAND\n"
     "parser = argparse.ArgumentParser(); COMMAND.add_arguments(parser)\n"
     "try: sys.exit(COMMAND.run(parser.parse_args()))\n"
