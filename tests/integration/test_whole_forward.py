@@ -222,3 +222,38 @@ def test_threads_wait_for_each_other_between_two_calls() -> None:
         program.begin()
         program.run()
         assert torch.equal(buffers[-1], expected)
+
+
+def test_time_counts_to_the_kind_of_the_call_that_took_it() -> None:
+    """Of three kinds the second has thousands of times the work of the others, before and after which it is called."""
+    weight = torch.ones(1024)
+    small, large = torch.randn(1, 1024), torch.randn(4_096, 1024)
+    out_small, out_large = torch.empty_like(small), torch.empty_like(large)
+    little = rms_norm_call(small, weight, 1e-6, None, out_small, 1024)
+    much = rms_norm_call(large, weight, 1e-6, None, out_large, 1024)
+    program = Program([little, much, little, much], kinds=[0, 1, 2, 1])
+    torch.set_num_threads(1)
+
+    durations = []
+    for _ in range(20):
+        program.begin()
+        program.run()
+        durations.append(program.durations_ns())
+
+    if None in durations:
+        pytest.skip("this processor has no clock that can be read")
+    first, second, third = (min(each[kind] for each in durations if each is not None) for kind in range(3))
+    assert second > 20 * first
+    assert second > 20 * third
+
+
+def test_calls_are_counted_by_what_a_layer_is_made_of(tmp_path: Path) -> None:
+    model = loaded("llama", "float32", tmp_path)
+    cache = cache_of(model)
+    whole = whole_of(model, cache)
+    with torch.inference_mode():
+        at_once(whole, model, cache, next(iter(steps_of(model, [5]))))
+
+    num_layers = len(model.decoder.weights.layers)  # type: ignore[attr-defined]
+    per_layer = {"linear": 4, "attention": 1, "rotary": 1, "norm": 2, "activation": 1}
+    assert whole.num_calls() == {operation: num * num_layers for operation, num in per_layer.items()}

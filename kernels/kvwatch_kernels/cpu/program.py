@@ -143,7 +143,7 @@ def _yield_address() -> int:
 class Program:
     """Calls that run one after the other, each seeing what those before it wrote; any number of times. One at a time.
 
-    What differs from run to run is written into `params_of`, which holds until the next run.
+    What differs from run to run is written into `params` after `begin`, and holds until the next `begin`.
     """
 
     def __init__(self, calls: Sequence[KernelCall], kinds: Sequence[int]) -> None:
