@@ -21,6 +21,7 @@ from kvwatch_kernels.cpu.call import KernelCall
 from kvwatch_kernels.cpu.fields import COUNTERS, FAULT, FAULT_VALUE
 from kvwatch_kernels.cpu.fields import NUM_FIELDS as NUM_ATTENTION_FIELDS
 from kvwatch_kernels.cpu.gated import gated_call
+from kvwatch_kernels.cpu.gather import GATHER_FAULT, GATHER_FAULT_VALUE, GATHER_INDICES, gather_call
 from kvwatch_kernels.cpu.linear import PackedWeight, linear_call
 from kvwatch_kernels.cpu.linear_body import NUM_ROWS as LINEAR_NUM_ROWS
 from kvwatch_kernels.cpu.linear_product import MAX_ROWS, PANEL
@@ -30,6 +31,7 @@ from kvwatch_kernels.cpu.rotary import SLOTS, rotary_calls
 from kvwatch_kernels.cpu.rows import AWAKE_ELEMENTS_PER_ITEM, NUM_ROWS
 from kvwatch_kernels.cpu.store import STORE_NUM_TOKENS, STORE_SLOTS
 from kvwatch_kernels.dims import Int64Array
+from kvwatch_kernels.errors import ShapeError
 from kvwatch_kernels.paged_attention import AttentionBatch
 from kvwatch_kernels.slots import SlotMapping
 
@@ -43,6 +45,8 @@ Operation = Literal["linear", "attention", "rotary", "norm", "activation"]
 OPERATIONS: Final[tuple[Operation, ...]] = get_args(Operation)
 """Kinds of calls: matrix products, attention, rotation with the store of keys and values, norms with the residual sums,
 gated activations."""
+_LOOK_UP = len(OPERATIONS)
+"""Kind of calls that look up embeddings and angles; their time is not told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +121,13 @@ class ForwardProgram:
     """
 
     def __init__(
-        self, shape: ForwardShape, layers: Sequence[ForwardLayer], max_tokens: int, num_rotaries: int = 1
+        self,
+        shape: ForwardShape,
+        layers: Sequence[ForwardLayer],
+        max_tokens: int,
+        *,
+        angles: Sequence[tuple[Tensor, Tensor]],
+        embedding: Tensor | None = None,
     ) -> None:
         """Lay out all calls.
 
@@ -125,7 +135,8 @@ class ForwardProgram:
             shape: what the layers have in common; `can_run_forward` holds.
             layers: at least one; what they refer to stays where it is as long as the program is used.
             max_tokens: most tokens of a step.
-            num_rotaries: different angles that layers turn by.
+            angles: for each rotary embedding cosine and sine of every position, T[num_positions, head_dim / 2].
+            embedding: T[vocab_size, hidden_size]; none where whoever runs the program always writes `hidden`.
         """
         self.shape = shape
         self.max_tokens = max_tokens
@@ -138,11 +149,11 @@ class ForwardProgram:
 
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.hidden = rows(shape.hidden_size)
-        """T[max_tokens, hidden_size]. Whoever runs the program writes the embeddings here."""
+        """T[max_tokens, hidden_size]. Embeddings that the program does not look up itself are written here."""
         self.added = rows(shape.hidden_size)
         """T[max_tokens, hidden_size]. What the last layer's MLP adds to `hidden`: not yet added."""
-        self.angles = tuple((rows(shape.head_dim // 2), rows(shape.head_dim // 2)) for _ in range(num_rotaries))
-        """For each rotary embedding cosine and sine, T[max_tokens, head_dim / 2]: written before a run."""
+        self._tables = (embedding, tuple(angles))
+        self._angles = tuple((rows(shape.head_dim // 2), rows(shape.head_dim // 2)) for _ in angles)
         self._normed, self._gate_up = rows(shape.hidden_size), rows(2 * shape.intermediate_size)
         self._gated, self._attended = rows(shape.intermediate_size), rows(q_size)
         self._qkv = rows(q_size + 2 * kv_size)
@@ -154,10 +165,21 @@ class ForwardProgram:
         self._counts: dict[int, list[int]] = defaultdict(list)
         self._slots: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._attention: dict[tuple[int, int | None], list[int]] = defaultdict(list)
+        self._by_position = [
+            self._add_gather(table, out)
+            for tables, outs in zip(angles, self._angles, strict=True)
+            for table, out in zip(tables, outs, strict=True)
+        ]
+        self._by_token = None if embedding is None else self._add_gather(embedding, self.hidden)
         for index, layer in enumerate(layers):
             self._add_layer(layer, is_first=index == 0)
         self._program = Program(self._calls, self._operations)
         self._count_places = np.concatenate([self._places(calls, field) for field, calls in self._counts.items()])
+        by_token = [] if self._by_token is None else [self._by_token]
+        self._position_places = self._places(self._by_position, GATHER_INDICES)
+        self._token_place = self._places(by_token, GATHER_INDICES)[0] if by_token else None
+        self._token_count_place = self._places(by_token, NUM_ROWS)[0] if by_token else None
+        self._gather_faults = self._places([*self._by_position, *by_token], GATHER_FAULT)
         self._slot_places: dict[int, list[Int64Array]] = defaultdict(list)
         for (group, field), calls in self._slots.items():
             self._slot_places[group].append(self._places(calls, field))
@@ -165,23 +187,37 @@ class ForwardProgram:
             key: self._program.rows(calls, NUM_ATTENTION_FIELDS) for key, calls in self._attention.items()
         }
 
-    def run(self, batches: Sequence[AttentionBatch], slots: Sequence[SlotMapping], num_tokens: int) -> None:
-        """Run all layers for the first `num_tokens` rows of `hidden`; writes their keys and values to the cache.
+    def run(
+        self,
+        batches: Sequence[AttentionBatch],
+        slots: Sequence[SlotMapping],
+        positions: Int64Array,
+        token_ids: Int64Array | None = None,
+    ) -> None:
+        """Run all layers for a step's tokens; writes their keys and values to the cache.
 
         Args:
             batches: sequences of each KV group.
             slots: where each KV group's tokens are written.
-            num_tokens: of the step, 1 to `max_tokens`.
+            positions: i64[1 to max_tokens], contiguous.
+            token_ids: like `positions`; none where their embeddings are in the first rows of `hidden`.
 
         Raises:
-            ShapeError: lengths contradict each other, or a block id lies outside of the cache.
+            ShapeError: lengths contradict each other, a block id lies outside of the cache, or a token id or position
+                has no row in its table.
         """
+        num_tokens = len(positions)
         assert num_tokens <= self.max_tokens, "more tokens than the buffers hold"
         assert torch.get_num_threads() <= self.num_threads, "more threads than there is scratch for"
         shape, program = self.shape, self._program
         program.begin()
         params = program.params
         params[self._count_places] = num_tokens
+        params[self._position_places] = positions.ctypes.data
+        if self._token_place is not None:
+            params[self._token_place] = 0 if token_ids is None else token_ids.ctypes.data
+            if token_ids is None:
+                params[self._token_count_place] = 0
         for group, all_places in self._slot_places.items():
             for places in all_places:
                 params[places] = slots[group].slots.ctypes.data
@@ -195,6 +231,10 @@ class ForwardProgram:
             params[places[:, COUNTERS]] = counters.ctypes.data + counters.strides[0] * np.arange(len(places))
             kept.append(counters)
         program.run()
+        faults = params[self._gather_faults]
+        if faults.any():
+            value = int(params[self._gather_faults[int(faults.argmax())] + GATHER_FAULT_VALUE - GATHER_FAULT])
+            raise ShapeError(f"a token's id or position is {value}: its table has no such row")
         for (group, _), places in self._step_places.items():
             faults = params[places[:, FAULT]]
             if faults.any():
@@ -206,7 +246,7 @@ class ForwardProgram:
     def durations_ns(self) -> dict[Operation, int] | None:
         """Return what each kind of operation took in the last run; none where the processor has no clock to read."""
         durations = self._program.durations_ns()
-        return None if durations is None else dict(zip(OPERATIONS, durations, strict=True))
+        return None if durations is None else dict(zip(OPERATIONS, durations[: len(OPERATIONS)], strict=True))
 
     def num_calls(self) -> dict[Operation, int]:
         """Return how many calls of each kind a run makes."""
@@ -225,6 +265,13 @@ class ForwardProgram:
         index = len(self._calls) - 1
         self._counts[count_field].append(index)
         return index
+
+    def _add_gather(self, table: Tensor, out: Tensor) -> int:
+        """Add a look-up in a table; return its index."""
+        self._calls.append(gather_call(table, out))
+        self._operations.append(_LOOK_UP)
+        self._counts[NUM_ROWS].append(len(self._calls) - 1)
+        return len(self._calls) - 1
 
     def _add_norm(self, x: Tensor, weight: Tensor, added: Tensor | None, out: Tensor) -> None:
         self._add("norm", rms_norm_call(x, weight, self.shape.eps, added, out, AWAKE_ELEMENTS_PER_ITEM), NUM_ROWS)
@@ -251,7 +298,7 @@ class ForwardProgram:
     def _add_attention(self, layer: ForwardLayer) -> None:
         shape = self.shape
         qkv = self._qkv.view(self.max_tokens, -1, shape.head_dim)
-        cosine, sine = self.angles[layer.rotary]
+        cosine, sine = self._angles[layer.rotary]
         rotary = rotary_calls(
             qkv,
             cosine,

@@ -3,6 +3,7 @@
 import platform
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -81,7 +82,8 @@ def layer_by_layer(model: LoadedModel, cache: KVCache, step: StepInput) -> torch
 
 def at_once(whole: WholeForward, model: LoadedModel, cache: KVCache, step: StepInput) -> torch.Tensor:
     attention = StepAttention.of_step(cache, step, LayerPlaces(model.info.groups))
-    return whole.hidden_states(torch.tensor(step.token_ids), torch.tensor(step.positions), attention)
+    whole.run(step.token_ids, step.positions, attention)
+    return whole.hidden_states()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -154,7 +156,7 @@ def test_a_block_outside_of_the_cache_is_told_and_the_next_step_is_right(tmp_pat
             context_lens=step.context_lens,
         )
         with pytest.raises(ShapeError, match=f"block_tables names block {NUM_BLOCKS + 5}"):
-            whole.hidden_states(torch.tensor(step.token_ids), torch.tensor(step.positions), attention)
+            whole.run(step.token_ids, step.positions, attention)
         assert torch.equal(at_once(whole, model, other, step), layer_by_layer(model, one, step))
 
 
@@ -257,3 +259,54 @@ def test_calls_are_counted_by_what_a_layer_is_made_of(tmp_path: Path) -> None:
     num_layers = len(model.decoder.weights.layers)  # type: ignore[attr-defined]
     per_layer = {"linear": 4, "attention": 1, "rotary": 1, "norm": 2, "activation": 1}
     assert whole.num_calls() == {operation: num * num_layers for operation, num in per_layer.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+def test_logits_have_the_same_bits_and_the_best_of_them_is_the_first(
+    architecture: Architecture, dtype: str, tmp_path: Path
+) -> None:
+    model = loaded(architecture, dtype, tmp_path)
+    one, other = cache_of(model), cache_of(model)
+    whole = whole_of(model, other)
+    assert whole.has_logits
+
+    with torch.inference_mode():
+        for step in steps_of(model, [5, 300, 41, 1, 130]):
+            rows = np.arange(step.num_tokens - 1, -1, -3, dtype=np.int64)
+            expected = model.decoder.logits(layer_by_layer(model, one, step)[torch.tensor(rows)])
+            whole.run(
+                step.token_ids, step.positions, StepAttention.of_step(other, step, LayerPlaces(model.info.groups))
+            )
+            logits = whole.logits(rows)
+            assert torch.equal(torch.tensor(np.stack([logits.row(i) for i in range(len(rows))])), expected)
+            assert logits.best == expected.numpy().argmax(axis=1).tolist()
+            assert logits.are_finite == [True] * len(rows)
+
+
+@pytest.mark.parametrize("is_token", [True, False], ids=["token_ids", "positions"])
+def test_a_row_that_a_table_does_not_have_is_told_and_the_next_step_is_right(is_token: bool, tmp_path: Path) -> None:
+    model = loaded("llama", "float32", tmp_path)
+    one, other = cache_of(model), cache_of(model)
+    whole = whole_of(model, other)
+    step = next(iter(steps_of(model, [20])))
+    columns = [np.array(step.token_ids), np.array(step.positions)]
+    columns[0 if is_token else 1][1] = -3
+
+    with torch.inference_mode():
+        attention = StepAttention.of_step(other, step, LayerPlaces(model.info.groups))
+        with pytest.raises(ShapeError, match="a token's id or position is -3"):
+            whole.run(columns[0], columns[1], attention)
+        assert torch.equal(at_once(whole, model, other, step), layer_by_layer(model, one, step))
+
+
+def test_positions_beyond_all_so_far_get_angles(tmp_path: Path) -> None:
+    model = loaded("llama", "float32", tmp_path)
+    one, other = cache_of(model), cache_of(model)
+    whole = whole_of(model, other)
+
+    with torch.inference_mode():
+        for first in (0, 4_090, 9_000):
+            step = next(iter(steps_of(model, [12])))
+            moved = replace(step, positions=step.positions + first)
+            assert torch.equal(at_once(whole, model, other, moved), layer_by_layer(model, one, moved)), first

@@ -38,8 +38,8 @@ IMAGES = (
         name="placeholder-as-an-answer",
         stands_for="The model answers with a placeholder, behind which there is no image.",
         file="engine/kvwatch_engine/model/runner.py",
-        old="            forward.logits[:, encoder.input.placeholder_id] = NEVER  # no image would stand behind it\n",
-        new="            pass\n",
+        old="logits[:, self._model.images.input.placeholder_id] = NEVER",
+        new="pass",
         tests=(f"{EQUALITY}::test_a_placeholder_is_never_generated_however_much_it_is_wanted",),
     ),
     Fault(

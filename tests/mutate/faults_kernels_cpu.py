@@ -230,6 +230,22 @@ KERNELS_CPU = (
         tests=(f"{TESTS}/test_kernels_linear.py::test_pairs_of_any_size_give_the_product",),
     ),
     Fault(
+        name="the-last-of-equals",
+        stands_for="Of equally likely tokens that lie in different lanes a later one is chosen.",
+        file=f"{CPU}/largest.py",
+        old="(value == largest and at < found)",
+        new="(value == largest and at > found)",
+        tests=(f"{TESTS}/test_kernels_largest.py::test_the_first_of_the_largest_is_found",),
+    ),
+    Fault(
+        name="rows-beyond-a-table",
+        stands_for="A position that the table of angles does not have reads whatever lies behind it.",
+        file=f"{CPU}/gather.py",
+        old="if index < 0 or index >= read(params, _TABLE_ROWS):",
+        new="if index >= read(params, _TABLE_ROWS):",
+        tests=(f"{WHOLE}::test_a_row_that_a_table_does_not_have_is_told_and_the_next_step_is_right",),
+    ),
+    Fault(
         name="scores-of-pairs-unscaled",
         stands_for="Scores that are made of pairs are not multiplied by the scale.",
         file=f"{CPU}/tiles.py",

@@ -177,6 +177,11 @@ class Decoder:
                 added = self._normalise(added, layer.mlp_output_norm)
         return hidden if added is None else hidden.add_(added)
 
+    @property
+    def looks_embeddings_up(self) -> bool:
+        """Whether `embeddings` are rows of the weights as they are."""
+        return self.weights.embedding.dtype == self.dtype and self._embedding_scale == 1
+
     def embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return `dtype[num_tokens, hidden_size]`, what the first layer is given for tokens without images."""
         hidden = functional.embedding(token_ids, self.weights.embedding).to(self.dtype)

@@ -9,6 +9,12 @@ from kvwatch_engine.contracts.step import SampleRow
 FloatArray = npt.NDArray[np.float32]
 
 
+def changes_logits(row: SampleRow) -> bool:
+    """Whether a row's token is chosen from other logits than the model's."""
+    params = row.params
+    return bool(params.has_penalties or params.logit_bias or row.forbidden_token_ids or row.guide is not None)
+
+
 def changed_logits(logits: FloatArray, row: SampleRow) -> FloatArray:
     """Return the logits that a row's token is chosen from.
 
@@ -22,9 +28,9 @@ def changed_logits(logits: FloatArray, row: SampleRow) -> FloatArray:
     Raises:
         GuideFailed: its guide cannot say what is allowed.
     """
-    params = row.params
-    if not (params.has_penalties or params.logit_bias or row.forbidden_token_ids or row.guide is not None):
+    if not changes_logits(row):
         return logits
+    params = row.params
     changed = logits.copy()
     if params.has_penalties:
         _penalise(changed, params, row)

@@ -20,6 +20,7 @@ from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.loader import LoadedModel
 from kvwatch_engine.model.prompt_logprobs import NEVER, PromptScorer
 from kvwatch_engine.model.sampler import sample
+from kvwatch_engine.model.step_logits import StepLogits
 from kvwatch_engine.model.whole_forward import WholeForward
 from kvwatch_kernels.forward import Operation
 
@@ -33,8 +34,8 @@ _WARM_UP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 256)
 class _Forward(NamedTuple):
     """What a forward pass brought."""
 
-    logits: torch.Tensor
-    """f32[num_sampled, vocab_size], CPU."""
+    logits: StepLogits
+    """Of the tokens that are sampled from."""
     scored: tuple[PromptLogprobs, ...]
     """One for each of the step's scored spans."""
     operations: OperationTimes | None = None
@@ -163,10 +164,10 @@ class ModelRunner:
         started = time.perf_counter_ns()
         if len(step.copy_sources):
             (self._device or self._kv_cache).copy_blocks(step.copy_sources, step.copy_destinations)
-        sampled, logits_rows = np.unique(step.sample_indices, return_inverse=True)
+        sampled, logits_rows = _distinct(step.sample_indices)
         forward = self._forward(step, sampled)
         forwarded = time.perf_counter_ns()
-        samples = sample(forward.logits, step.sample_rows, logits_rows.tolist())
+        samples = sample(forward.logits, step.sample_rows, logits_rows)
         return StepResult(
             token_ids=samples.token_ids,
             logprobs=samples.logprobs,
@@ -208,14 +209,17 @@ class ModelRunner:
         encoder = self._model.images
         images = encoder.of_step(step.images) if encoder is not None and step.images else None
         if self._device is None:
-            forward = self._compute(step, sampled, adapters, images)
-        elif step.scored:
-            forward = _Forward(*self._device.logits_and_scores(step, sampled, self._scorer, adapters, images))
-        else:
-            forward = _Forward(self._device.logits(step, sampled, adapters, images), ())
-        if encoder is not None:
-            forward.logits[:, encoder.input.placeholder_id] = NEVER  # no image would stand behind it
-        return forward
+            return self._compute(step, sampled, adapters, images)
+        if step.scored:
+            logits, scored = self._device.logits_and_scores(step, sampled, self._scorer, adapters, images)
+            return _Forward(self._looked_through(logits), scored)
+        return _Forward(self._looked_through(self._device.logits(step, sampled, adapters, images)), ())
+
+    def _looked_through(self, logits: torch.Tensor) -> StepLogits:
+        """Return what f32[num_sampled, vocab_size] say, after the wants of a placeholder for images."""
+        if self._model.images is not None:
+            logits[:, self._model.images.input.placeholder_id] = NEVER  # no image would stand behind it
+        return StepLogits.of(logits)
 
     def _compute(
         self, step: StepInput, sampled: Int64Array, adapters: StepAdapters | None, images: StepImages | None
@@ -223,14 +227,26 @@ class ModelRunner:
         decoder = self._model.decoder
         # torch.tensor copies: it may then not mind that the step's arrays are read-only.
         attention = StepAttention.of_step(self._kv_cache, step, self._places)
-        token_ids, positions = torch.tensor(step.token_ids), torch.tensor(step.positions)
-        if self._whole is not None and adapters is None:
-            hidden = self._whole.hidden_states(token_ids, positions, attention, images)
-            operations = self._whole.operation_times()
-        else:
-            operations = None
+        whole, operations = (self._whole if adapters is None else None), None
+        if whole is None:
+            token_ids, positions = torch.tensor(step.token_ids), torch.tensor(step.positions)
             hidden = decoder.hidden_states(token_ids, positions, attention, adapters, images)
+        else:
+            whole.run(step.token_ids, step.positions, attention, images)
+            operations = whole.operation_times()
+            if not step.scored and self._model.images is None and whole.has_logits and len(sampled):
+                started = time.perf_counter_ns()
+                return _Forward(whole.logits(sampled), (), operations, time.perf_counter_ns() - started)
+            hidden = whole.hidden_states()
         scored = self._scorer.score(hidden, step.scored) if step.scored else ()
         started = time.perf_counter_ns()
-        logits = decoder.logits(hidden[torch.tensor(sampled)])
+        logits = self._looked_through(decoder.logits(hidden[torch.tensor(sampled)]))
         return _Forward(logits, scored, operations, time.perf_counter_ns() - started)
+
+
+def _distinct(indices: Int64Array) -> tuple[Int64Array, list[int]]:
+    """Return the different ones of i64[n] in ascending order, and of each of the n which of them it is."""
+    if (indices[1:] > indices[:-1]).all():
+        return indices, list(range(len(indices)))
+    distinct, places = np.unique(indices, return_inverse=True)
+    return distinct, places.tolist()

@@ -1,6 +1,6 @@
 """Chooses tokens from logits, row by row of a step.
 
-Greedy rows whose logits nothing changes take one pass over all of them together. Every other row is computed on its
+Greedy rows whose logits nothing changes take what was found for all rows together. Every other row is computed on its
 own, which costs little beside a forward pass and makes its token independent of the rest of the batch, bit by bit.
 """
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from kvwatch_engine.contracts.errors import GuideFailed
 from kvwatch_engine.contracts.request import PositionLogprobs
 from kvwatch_engine.contracts.step import Candidates, SampleRow
 from kvwatch_engine.model.candidates import best_candidates
 from kvwatch_engine.model.drawing import draw, uniform
-from kvwatch_engine.model.logit_changes import FloatArray, changed_logits
+from kvwatch_engine.model.logit_changes import FloatArray, changed_logits, changes_logits
 from kvwatch_engine.model.logprobs import position_logprobs
+from kvwatch_engine.model.step_logits import StepLogits
 
 NO_TOKEN = -1
 """Stands in `Samples.token_ids` for a row that has an error."""
@@ -32,29 +32,24 @@ class Samples:
     candidates: dict[int, Candidates] = field(default_factory=dict)
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow], logits_rows: Sequence[int]) -> Samples:
+def sample(logits: StepLogits, rows: Sequence[SampleRow], logits_rows: Sequence[int]) -> Samples:
     """Choose one token for each row.
 
     A row whose logits are not numbers, or which forbids every token, gets an error; the others are not affected.
 
     Args:
-        logits: f32[num_logits, vocab_size], CPU, contiguous. Never written.
+        logits: of the step.
         rows: how to choose; see `SamplingParams` for the order of application.
         logits_rows: of each row, which logits it chooses from; several may share them (`n` > 1).
     """
-    if not rows:
-        return Samples()
-    values: FloatArray = logits.numpy()
-    # NumPy's argmax takes the first of equals and finds NaN, and is several times faster than torch's on the CPU.
-    best = values.argmax(axis=1)
-    largest, smallest = values[np.arange(len(values)), best], values.min(axis=1)
-    is_finite = np.isfinite(largest) & np.isfinite(smallest)
     samples = Samples()
     for index, (row, source) in enumerate(zip(rows, logits_rows, strict=True)):
-        if not is_finite[source]:
+        if not logits.are_finite[source]:
             token_id, error = NO_TOKEN, "the model's logits are not finite numbers"
+        elif _takes_the_best(row):
+            token_id, error = logits.best[source], ""
         else:
-            token_id, error = _try(values[source], int(best[source]), row, index, samples)
+            token_id, error = _try(logits.row(source), logits.best[source], row, index, samples)
         samples.token_ids.append(token_id)
         wanted = row.params.logprobs
         if error:
@@ -62,8 +57,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow], logits_rows: Sequenc
         if error or wanted is None or row.num_candidates:
             samples.logprobs.append(None)
         else:
-            samples.logprobs.append(position_logprobs(values[source], [token_id], wanted)[0])
+            samples.logprobs.append(position_logprobs(logits.row(source), [token_id], wanted)[0])
     return samples
+
+
+def _takes_the_best(row: SampleRow) -> bool:
+    """Whether a row's token is the most likely one, whatever the logits are."""
+    return row.params.is_greedy and not row.num_candidates and not changes_logits(row)
 
 
 def _try(logits: FloatArray, best: int, row: SampleRow, index: int, samples: Samples) -> tuple[int, str]:

@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from kvwatch_engine.contracts.step import OperationTimes
+from kvwatch_engine.contracts.step import Int64Array, OperationTimes
 from kvwatch_engine.memory.kv_cache import KVCache
 from kvwatch_engine.model.attention import StepAttention
 from kvwatch_engine.model.causal_model import CausalModel
@@ -16,11 +16,17 @@ from kvwatch_engine.model.decoder import Decoder, LayerWeights, LinearLayer, Ste
 from kvwatch_engine.model.kv_groups import LayerPlaces
 from kvwatch_engine.model.layer_caches import LayerCaches
 from kvwatch_engine.model.linear import Linear
+from kvwatch_engine.model.step_logits import StepLogits
 from kvwatch_kernels.forward import ForwardLayer, ForwardProgram, ForwardShape, Operation, can_run_forward
 from kvwatch_kernels.linear import PackedWeight
+from kvwatch_kernels.output import OutputProgram, can_run_output
 
 _LEAST_TOKENS = 64
 """Tokens that buffers have room for at least."""
+_LEAST_ROWS = 16
+"""Tokens whose logits buffers have room for at least."""
+_LEAST_POSITIONS = 4096
+"""Positions whose angles are computed at least."""
 
 
 class WholeForward:
@@ -31,6 +37,11 @@ class WholeForward:
         self._decoder = decoder
         self._layers = LayerCaches(cache, places)
         self._program: ForwardProgram | None = None
+        self._output: OutputProgram | None = None
+        self._num_tokens = 0
+        self._angles: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._num_positions = 0
+        self._looks_up = decoder.looks_embeddings_up
 
     @classmethod
     def of(cls, model: CausalModel, cache: KVCache, places: LayerPlaces) -> Self | None:
@@ -43,29 +54,46 @@ class WholeForward:
             return None
         return cls(model, cache, places)
 
-    def hidden_states(
+    def run(
         self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
+        token_ids: Int64Array,
+        positions: Int64Array,
         attention: StepAttention,
         images: StepImages | None = None,
-    ) -> torch.Tensor:
-        """Run all layers; see `Decoder.hidden_states`.
+    ) -> None:
+        """Run all layers, see `Decoder.hidden_states`; writes the tokens' keys and values to the cache."""
+        num_tokens = self._num_tokens = len(token_ids)
+        program = self._program_for(num_tokens, int(positions.max()) + 1)
+        looks_up = images is None and self._looks_up
+        if not looks_up:
+            hidden = program.hidden[:num_tokens]
+            # torch.tensor copies: it may then not mind that the step's arrays are read-only.
+            hidden.copy_(self._decoder.embeddings(torch.tensor(token_ids)))
+            if images is not None:
+                images.put_into(hidden)
+        program.run(attention.batches, attention.slots, positions, token_ids if looks_up else None)
 
-        Returns:
-            `dtype[num_tokens, hidden_size]`, a buffer that the next call overwrites.
+    def hidden_states(self) -> torch.Tensor:
+        """Return the last run's `dtype[num_tokens, hidden_size]`; the next one overwrites it. Call it once."""
+        assert self._program is not None, "something was computed"
+        return self._program.hidden[: self._num_tokens].add_(self._program.added[: self._num_tokens])
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether `logits` can be called."""
+        packed = self._decoder.weights.logits.packed
+        return packed is not None and can_run_output(packed)
+
+    def logits(self, sampled: Int64Array) -> StepLogits:
+        """Return the logits of tokens of the last run; they are gone with the next one. Instead of `hidden_states`.
+
+        Args:
+            sampled: i64[at least 1], packed tokens.
         """
-        num_tokens, decoder = len(token_ids), self._decoder
-        program = self._program_for(num_tokens)
-        hidden = program.hidden[:num_tokens]
-        hidden.copy_(decoder.embeddings(token_ids))
-        if images is not None:
-            images.put_into(hidden)
-        for rotary, (cosine, sine) in zip(decoder.rotaries, program.angles, strict=True):
-            cosines, sines = rotary.angles(positions, decoder.dtype)
-            cosine[:num_tokens], sine[:num_tokens] = cosines, sines
-        program.run(attention.batches, attention.slots, num_tokens)
-        return hidden.add_(program.added[:num_tokens])
+        output = self._output_for(len(sampled))
+        output.run(sampled)
+        count = len(sampled)
+        return StepLogits(output.logits[:count], output.best[:count], output.are_finite[:count])
 
     def operation_times(self) -> OperationTimes | None:
         """Return what each kind of operation took in the last call; none where the processor has no clock to read."""
@@ -80,13 +108,30 @@ class WholeForward:
         assert self._program is not None, "something was computed"
         return self._program.num_calls()
 
-    def _program_for(self, num_tokens: int) -> ForwardProgram:
-        program = self._program
-        if program is not None and program.max_tokens >= num_tokens and program.num_threads >= torch.get_num_threads():
+    def _program_for(self, num_tokens: int, num_positions: int) -> ForwardProgram:
+        program, most_threads = self._program, torch.get_num_threads()
+        is_roomy = program is not None and program.max_tokens >= num_tokens and program.num_threads >= most_threads
+        if program is not None and is_roomy and self._num_positions >= num_positions:
             return program
-        self._program = None  # its buffers go before larger ones come
-        self._program = self._laid_out(1 << (max(num_tokens, _LEAST_TOKENS) - 1).bit_length())
+        self._program = self._output = None  # buffers go before larger ones come
+        if num_positions > self._num_positions:
+            self._num_positions = _power_of_two(max(num_positions, _LEAST_POSITIONS))
+            positions, dtype = torch.arange(self._num_positions), self._decoder.dtype
+            self._angles = [rotary.angles(positions, dtype) for rotary in self._decoder.rotaries]
+        self._program = self._laid_out(_power_of_two(max(num_tokens, _LEAST_TOKENS)))
         return self._program
+
+    def _output_for(self, num_rows: int) -> OutputProgram:
+        output, program = self._output, self._program
+        assert program is not None, "something was computed"
+        if output is not None and output.max_rows >= num_rows and output.num_threads >= torch.get_num_threads():
+            return output
+        self._output = None
+        weights, packed = self._decoder.weights, self._decoder.weights.logits.packed
+        assert packed is not None, "`has_logits` was asked"
+        eps, most_rows = self._decoder.config.rms_norm_eps, _power_of_two(max(num_rows, _LEAST_ROWS))
+        self._output = OutputProgram(program.hidden, program.added, weights.norm, eps, packed, most_rows)
+        return self._output
 
     def _laid_out(self, max_tokens: int) -> ForwardProgram:
         config, weights = self._decoder.config, self._decoder.weights
@@ -102,7 +147,8 @@ class WholeForward:
             is_gelu=config.activation != "silu",
         )
         layers = [self._layer(index, layer) for index, layer in enumerate(weights.layers)]
-        return ForwardProgram(shape, layers, max_tokens, len(self._decoder.rotaries))
+        embedding = weights.embedding if self._looks_up else None
+        return ForwardProgram(shape, layers, max_tokens, angles=self._angles, embedding=embedding)
 
     def _layer(self, index: int, weights: LayerWeights) -> ForwardLayer:
         group, (key_cache, value_cache), scales = self._layers.of(index)
@@ -134,3 +180,8 @@ def _packed(layer: LinearLayer) -> PackedWeight:
     assert isinstance(layer, Linear), "`of` has looked"
     assert layer.packed is not None, "`of` has looked"
     return layer.packed
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest one that is not below a number."""
+    return 1 << (number - 1).bit_length()

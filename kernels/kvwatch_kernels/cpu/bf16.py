@@ -7,7 +7,8 @@ keeps a NaN a NaN. These functions emit LLVM IR; `memory.py` makes them loads an
 import torch
 from llvmlite import ir
 
-from kvwatch_kernels.cpu.vectors import F32, I16, I32, integer_like, type_like
+from kvwatch_kernels.cpu.pairs import multiplies_pairs, narrow_lanes
+from kvwatch_kernels.cpu.vectors import F32, F32_LANES, I16, I32, integer_like, type_like
 
 COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of queries and caches that the compiled attention knows; others take the reference."""
@@ -29,7 +30,12 @@ def element_of_bf16_pair(builder: ir.IRBuilder, pairs: ir.Value, index: int) -> 
 
 
 def narrow_to_bf16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Emit the 16 bits of `value` (float32, one or lanes) rounded to nearest, ties to even."""
+    """Emit the 16 bits of `value` (float32, one or lanes) rounded to nearest, ties to even.
+
+    Of lanes, denormals become zero where the processor rounds by itself, as they do in its products of pairs.
+    """
+    if value.type == F32_LANES and multiplies_pairs():
+        return narrow_lanes(builder, value)
     bits = builder.bitcast(value, type_like(value, I32))
     is_odd = builder.and_(builder.lshr(bits, integer_like(bits, 16)), integer_like(bits, 1))
     rounded = builder.add(builder.add(bits, integer_like(bits, _HALF_BELOW_TIE)), is_odd)

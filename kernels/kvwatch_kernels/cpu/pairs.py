@@ -9,7 +9,7 @@ from functools import cache
 from llvmlite import binding, ir
 from numba.core import cgutils
 
-from kvwatch_kernels.cpu.vectors import F32_LANES, LANES
+from kvwatch_kernels.cpu.vectors import F32_LANES, I16, LANES
 
 
 @cache
@@ -19,22 +19,32 @@ def multiplies_pairs() -> bool:
     return bool(features.get("avx512bf16") and features.get("avx512f"))
 
 
-class _PairLanes(ir.Type):  # type: ignore[misc]  # llvmlite is untyped
-    """Lanes of two bfloat16 each, a type that llvmlite has no name for."""
+class _BfloatLanes(ir.Type):  # type: ignore[misc]  # llvmlite is untyped
+    """Lanes of bfloat16, a type that llvmlite has no name for."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
 
     def _to_string(self) -> str:
-        return f"<{2 * LANES} x bfloat>"
+        return f"<{self._count} x bfloat>"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _PairLanes)
+        return isinstance(other, _BfloatLanes) and other._count == self._count
 
     def __hash__(self) -> int:
-        return hash(_PairLanes)
+        return hash((_BfloatLanes, self._count))
 
 
 def add_pairs(builder: ir.IRBuilder, sums: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
     """Emit `sums` plus, lane by lane, the products of both halves of 32-bit pairs."""
-    pairs = _PairLanes()
+    pairs = _BfloatLanes(2 * LANES)
     function_type = ir.FunctionType(F32_LANES, [F32_LANES, pairs, pairs])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.dpbf16ps.512")
     return builder.call(function, [sums, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
+
+
+def narrow_lanes(builder: ir.IRBuilder, lanes: ir.Value) -> ir.Value:
+    """Emit sixteen float32 rounded to bfloat16, as 16-bit lanes; ties to even, denormals become zero."""
+    function_type = ir.FunctionType(_BfloatLanes(LANES), [F32_LANES])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+    return builder.bitcast(builder.call(function, [lanes]), ir.VectorType(I16, LANES))

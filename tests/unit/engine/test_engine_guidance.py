@@ -21,6 +21,7 @@ from kvwatch_engine.contracts.request import FinishReason, GenerationRequest, Se
 from kvwatch_engine.contracts.sampling import BeamParams, SamplingParams
 from kvwatch_engine.core import EngineCore
 from kvwatch_engine.model.sampler import sample
+from kvwatch_engine.model.step_logits import StepLogits
 from kvwatch_engine.scheduling.limits import check_valid
 
 TOKENIZER = byte_level_tokenizer(VOCAB_SIZE)
@@ -160,7 +161,7 @@ def test_the_sampler_chooses_within_the_grammar_by_the_models_own_probabilities(
     assert len(allowed) == VOCAB_SIZE
     rows = [free[0], replace(free[1], guide=sequence), free[2]]
 
-    alone, beside = sample(logits, free, [0, 1, 2]), sample(logits, rows, [0, 1, 2])
+    alone, beside = sample(StepLogits.of(logits), free, [0, 1, 2]), sample(StepLogits.of(logits), rows, [0, 1, 2])
 
     assert [beside.token_ids[0], beside.token_ids[2]] == [alone.token_ids[0], alone.token_ids[2]]
     assert [beside.logprobs[0], beside.logprobs[2]] == [alone.logprobs[0], alone.logprobs[2]]

