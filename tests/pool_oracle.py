@@ -62,6 +62,7 @@ class PoolWatch:
         self.released_ns: dict[int, int] = {}
         self.evicted: list[set[bytes]] = [set(), set()]
         """What was evicted for want of room: lately, and before."""
+        self.num_evicted_lately = 0
         self.restart()
         notes: dict[str, Callable[..., Any]] = {
             "allocate": self._allocate, "reuse": self._reuse, "release": self._release, "store": self._store,
@@ -131,8 +132,9 @@ class PoolWatch:
         gone = {content for block in blocks if (content := hashes[block]) is not None}
         if reason == "pressure":
             self.evicted[0] |= gone
-            if len(self.evicted[0]) >= self.pool.num_blocks:
-                self.evicted = [set(), self.evicted[0]]
+            self.num_evicted_lately += len(gone)
+            if self.num_evicted_lately >= self.pool.num_blocks:
+                self.evicted, self.num_evicted_lately = [set(), self.evicted[0]], 0
         else:
             self.evicted = [some - gone for some in self.evicted]
         return blocks
@@ -148,7 +150,7 @@ class PoolWatch:
 
     def _clear(self, call: Callable[..., Any], *by: str) -> Any:
         cached = call(*by)
-        self.evicted = [set(), set()]
+        self.evicted, self.num_evicted_lately = [set(), set()], 0
         return cached
 
     def _lay_out(self, call: Callable[..., Any], *layout: Any) -> None:

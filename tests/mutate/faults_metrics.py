@@ -76,6 +76,14 @@ METRICS = (
         tests=(EVENTS,),
     ),
     Fault(
+        name="first-blocks-are-never-regretted",
+        stands_for="A prompt of which everything was evicted counts as one that nobody has seen before.",
+        file="engine/kvwatch_engine/memory/block_pool.py",
+        old="            self._evicted.note_first(hashes[0], self._index)\n",
+        new="            pass\n",
+        tests=(EVENTS, FIDELITY),
+    ),
+    Fault(
         name="a-reset-is-regretted",
         stands_for="Whoever cleared the cache is told that a larger pool would have hit.",
         file="engine/kvwatch_engine/memory/block_pool.py",
@@ -110,9 +118,9 @@ METRICS = (
     Fault(
         name="token-ids-for-everybody",
         stands_for="What users wrote goes to whoever follows the log, without having been asked for.",
-        file="engine/kvwatch_engine/memory/block_manager.py",
-        old="        token_ids = self._token_ids(tokens, done, num_full) if self.emit_token_ids else None\n",
-        new="        token_ids = self._token_ids(tokens, done, num_full)\n",
+        file="engine/kvwatch_engine/memory/full_blocks.py",
+        old=" group.block_size) if self.emits_token_ids else None\n",
+        new=" group.block_size)\n",
         tests=(EVENTS,),
     ),
     Fault(

@@ -6,10 +6,12 @@
 The trace: 2,000 requests of 64 to 1,536 prompt tokens, 32 decode steps each, block 16, 64 of them live at a time. Each
 is hashed, looked up, admitted, entered into the prefix index, decoded token by token and released. The pools are full
 of cached blocks before, so that every allocation evicts, in a small one as in a large one: the dearest case for events,
-which tell each block's age. What events cost where nothing is evicted is printed beside it.
+which tell each block's age. What events cost where nothing is evicted, and where prompts share 80 %, is printed beside
+it.
 
-The log is full too, as it is after a minute: each event takes the place of an old one. All times are this thread's on
-the processor, so that little depends on what else the machine does.
+The log is full too, as it is after a minute: each event takes the place of an old one of the same trace. Where
+somebody listens, each admission asks what it would have found, had nothing been evicted, as the engine's does. All
+times are this thread's on the processor, so that little depends on what else the machine does.
 """
 
 import gc
@@ -25,7 +27,6 @@ from pathlib import Path
 from block_trace import BLOCK_SIZE, NUM_DECODE_STEPS, NUM_LIVE, NUM_REQUESTS, SHARED_PREFIX, SMALL, prompts
 from paired import Estimate, ratio
 
-from kvwatch.telemetry.events import BlocksStored
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.block import BlockHash
 from kvwatch_engine.memory.block_hash import HashChain, root_hash
@@ -57,11 +58,14 @@ class TraceSequence:
         """Return the token ids from one position to another."""
         return self.token_ids[start:end]
 
-    def run(self, manager: BlockManager) -> None:
+    def run(self, manager: BlockManager, *, is_observed: bool) -> None:
         """Admit the request, compute its prompt, and decode; its blocks stay."""
         num_prompt, owner = self.num_prompt_tokens, self.owner
         can_hit = (num_prompt - 1) // BLOCK_SIZE
-        prefix = manager.find_prefix(self.chain.upto(can_hit, self.tokens)[:can_hit])
+        hashes = self.chain.upto(can_hit, self.tokens)[:can_hit]
+        prefix = manager.find_prefix(hashes)
+        if is_observed:
+            manager.num_blocks_regretted(hashes, len(prefix))
         if not manager.open(owner, prefix, num_prompt):
             raise RuntimeError("the pool is too small for the trace")
         manager.record_written(owner, len(prefix) * BLOCK_SIZE, num_prompt)
@@ -70,15 +74,6 @@ class TraceSequence:
             manager.prepare_write(owner, end - 1, end, "decode")
             manager.record_written(owner, end - 1, end)
             manager.store_full(owner, self.chain, end, self.tokens)
-
-
-def busy_log() -> EventLog:
-    """Return a log with a subscriber, whose every place holds an event already."""
-    log = EventLog()
-    for number in range(log.capacity):
-        log.append(BlocksStored([number.to_bytes(32, "big")] * 8, list(range(8)), None))
-    log.subscribe("bench")
-    return log
 
 
 def empty_manager(num_blocks: int, log: EventLog) -> BlockManager:
@@ -101,8 +96,9 @@ def full_manager(num_blocks: int, log: EventLog) -> BlockManager:
 class Trace:
     """Plays requests on one manager, `NUM_LIVE` at a time; they go on from round to round."""
 
-    def __init__(self, manager: BlockManager, requests: Sequence[Sequence[int]]) -> None:
+    def __init__(self, manager: BlockManager, requests: Sequence[Sequence[int]], log: EventLog) -> None:
         self.manager = manager
+        self._log = log
         self._requests = requests
         self._live: deque[TraceSequence] = deque()
         self._next = 0
@@ -116,7 +112,7 @@ class Trace:
         for sequence in batch:
             if len(self._live) == NUM_LIVE:
                 self.manager.release(self._live.popleft().owner, "finished")
-            sequence.run(self.manager)
+            sequence.run(self.manager, is_observed=self._log.active)
             self._live.append(sequence)
         return (time.thread_time() - started) / total
 
@@ -126,10 +122,20 @@ class Trace:
         return TraceSequence(number, self._requests[number % len(self._requests)])
 
 
+def busy_log(requests: Sequence[Sequence[int]]) -> EventLog:
+    """Return a log with a subscriber that never reads, whose every place holds an event of the trace already."""
+    log = EventLog()
+    log.subscribe("bench")
+    before = Trace(full_manager(SMALL, log), requests, log)
+    while log.head < log.capacity:
+        before.play(len(requests) // 2)
+    return log
+
+
 def blocks_per_second(*, shared: float) -> int:
     """Play the whole trace once."""
     log = EventLog()
-    trace = Trace(full_manager(SMALL, log), prompts(NUM_REQUESTS, shared=shared))
+    trace = Trace(full_manager(SMALL, log), prompts(NUM_REQUESTS, shared=shared), log)
     return round(1 / trace.play(NUM_REQUESTS))
 
 
@@ -149,7 +155,7 @@ def events_ratio(
     make: Callable[[int, EventLog], BlockManager], num_blocks: int, requests: Sequence[Sequence[int]]
 ) -> Estimate:
     """Return how much longer a trace takes with a subscriber than without."""
-    quiet, busy = (Trace(make(num_blocks, log), requests) for log in (EventLog(), busy_log()))
+    quiet, busy = (Trace(make(num_blocks, log), requests, log) for log in (EventLog(), busy_log(requests)))
     quiet_times, busy_times = alternate(quiet, busy)
     return ratio(busy_times, quiet_times)
 
@@ -186,18 +192,23 @@ def main() -> None:
     """Print the result as JSON; exit 1 when a budget is missed."""
     # Never the same prompt twice within a pair of rounds that both traces play: no hits, so that all blocks are new.
     requests = prompts((ROUNDS + 1) * REQUESTS_PER_ROUND)
-    small, large = (Trace(full_manager(size, EventLog()), requests) for size in (SMALL, LARGE))
+    small, large = (
+        Trace(full_manager(size, log), requests, log) for size, log in ((SMALL, EventLog()), (LARGE, EventLog()))
+    )
     small_times, large_times = alternate(small, large)
     by_size = ratio(large_times, small_times)
     del small, large
     with_events = events_ratio(full_manager, SMALL, requests)
     without_evictions = events_ratio(empty_manager, LARGE, requests)
+    shared = prompts((ROUNDS + 1) * REQUESTS_PER_ROUND, shared=SHARED_PREFIX)
+    with_shared = events_ratio(full_manager, SMALL, shared)
     found, is_fast = speeds()
     found |= {
         "large_pool_ratio": by_size.rounded(),
         "large_pool_budget": SIZE_BUDGET,
         "events_ratio": with_events.rounded(),
         "events_ratio_without_evictions": without_evictions.rounded(),
+        "events_ratio_shared": with_shared.rounded(),
         "events_budget": EVENTS_BUDGET,
     }
     print(json.dumps(found))

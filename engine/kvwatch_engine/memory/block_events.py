@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 
 from kvwatch.telemetry.events import BlocksDuplicated, BlocksEvicted, BlocksRelocated, BlocksStored
-from kvwatch.telemetry.events.block import GROUPS, EvictionReason, Tier
+from kvwatch.telemetry.events.block import GROUPS, EvictionReason, Group, Tier
 from kvwatch.telemetry.log import EventLog
 from kvwatch_engine.contracts.block import BlockHash, BlockId
 from kvwatch_engine.memory.block_columns import BlockColumns
@@ -29,16 +29,10 @@ class BlockEvents:
 
     def evicted(self, blocks: list[BlockId], hashes: list[BlockHash], reason: EvictionReason, beneficiary: str) -> None:
         """Tell of evicted blocks, group by group."""
-        if not self._groups:
-            self._log.append(self._evicted_event(blocks, hashes, reason, beneficiary))
-            return
-        by_group: dict[int, tuple[list[BlockId], list[BlockHash]]] = {}
-        for block, content in zip(blocks, hashes, strict=True):
-            some_blocks, some_hashes = by_group.setdefault(self._groups[block], ([], []))
-            some_blocks.append(block)
-            some_hashes.append(content)
-        for group, evicted in by_group.items():
-            self._log.append(self._evicted_event(*evicted, reason, beneficiary, group))
+        if self._groups:
+            self._evicted_by_group(blocks, hashes, reason, beneficiary)
+        else:
+            self._tell_evicted(blocks, hashes, reason, beneficiary)
 
     def relocated(self, moves: Mapping[BlockId, BlockId]) -> None:
         """Tell of blocks that move, group by group; their groups are still those of the places that they leave."""
@@ -76,32 +70,45 @@ class BlockEvents:
 
     # ------------------------------------------------------------------ parts
 
-    def _evicted_event(
+    def _evicted_by_group(
+        self, blocks: list[BlockId], hashes: list[BlockHash], reason: EvictionReason, beneficiary: str
+    ) -> None:
+        by_group: dict[int, tuple[list[BlockId], list[BlockHash]]] = {}
+        for block, content in zip(blocks, hashes, strict=True):
+            some_blocks, some_hashes = by_group.setdefault(self._groups[block], ([], []))
+            some_blocks.append(block)
+            some_hashes.append(content)
+        for group, evicted in by_group.items():
+            self._tell_evicted(*evicted, reason, beneficiary, GROUPS[group])
+
+    def _tell_evicted(
         self,
         blocks: list[BlockId],
         hashes: list[BlockHash],
         reason: EvictionReason,
         beneficiary: str,
-        group: int = 0,
-    ) -> BlocksEvicted:
-        columns = self._columns
-        allocated, released, hits = columns.allocated_ns, columns.released_ns, columns.hits
+        group: Group = "0",
+    ) -> None:
+        log, columns = self._log, self._columns
+        allocated, released = columns.allocated_ns, columns.released_ns
         if len(blocks) == 1:
-            block, now = blocks[0], self._log.now_ns
-            ages, idles, of_each = [now - allocated[block]], [now - released[block]], [hits[block]]
+            block, now = blocks[0], log.now_ns
+            ages, idles, hits = [now - allocated[block]], [now - released[block]], [columns.hits[block]]
         else:  # in tuples the times themselves: readers compute ages of them
             choose = itemgetter(*blocks)
-            ages, idles, of_each = choose(allocated), choose(released), list(choose(hits))
-        return BlocksEvicted(
-            hashes,  # type: ignore[arg-type]  # bytes by another name
-            blocks,  # type: ignore[arg-type]  # numbers by another name
-            ages,
-            idles,
-            of_each,
-            reason,
-            beneficiary,
-            self._tier,
-            GROUPS[group],
+            ages, idles, hits = choose(allocated), choose(released), list(choose(columns.hits))
+        log.append(
+            BlocksEvicted(
+                hashes,  # type: ignore[arg-type]  # bytes by another name
+                blocks,  # type: ignore[arg-type]  # numbers by another name
+                ages,
+                idles,
+                hits,
+                reason,
+                beneficiary,
+                self._tier,
+                group,
+            )
         )
 
     def _stored_event(

@@ -11,17 +11,19 @@ free blocks returns None or False and has changed nothing.
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvwatch.telemetry.events import BlocksLaidOut, BlocksShared, SequenceForked
+from kvwatch.telemetry.events import BlocksShared, SequenceForked
 from kvwatch.telemetry.events.block import GROUPS, AllocationReason, ReleaseReason
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.snapshot import SequenceState
 from kvwatch_engine.contracts.block import BlockHash, BlockId
-from kvwatch_engine.contracts.errors import CacheCorruption
-from kvwatch_engine.memory.block_hash import HashChain, TokenSlice, hash_in_group
-from kvwatch_engine.memory.block_pool import BlockPool, Owner, StoredRun
+from kvwatch_engine.memory.block_hash import HashChain, TokenSlice
+from kvwatch_engine.memory.block_pool import BlockPool, Owner
+from kvwatch_engine.memory.full_blocks import FullBlocks
 from kvwatch_engine.memory.group_tables import GroupTables
+from kvwatch_engine.memory.held_blocks import all_tables, num_blocks_freed, table_states
 from kvwatch_engine.memory.holds import Holds
-from kvwatch_engine.memory.layout import Layout
+from kvwatch_engine.memory.integrity import check_tables
+from kvwatch_engine.memory.layout import Layout, laid_out_event
 from kvwatch_engine.memory.prefix import Prefix, find_prefix, longest_prefix
 from kvwatch_engine.memory.relocation import Relocation
 from kvwatch_engine.memory.strict import StoredContents
@@ -64,17 +66,26 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
         self.max_chunk = max_chunk
-        self.contents = StoredContents(block_size) if is_strict else None
-        """What stored blocks hold; none unless the prefix cache is strict."""
         self.groups = tuple(GroupTables(pool, block_size, number, window) for number, window in enumerate(windows))
         self.has_windows = any(window is not None for window in windows)
         self._is_plain = len(windows) == 1 and not self.has_windows
-        self.emit_token_ids = emit_token_ids
         self._log = log
         self._tables = self.groups[0].tables
+        contents = StoredContents(block_size) if is_strict else None
+        self._full_blocks = FullBlocks(pool, self.groups, contents, emits_token_ids=emit_token_ids)
         self._writer = TableWriter(pool, self.groups, log)
         self._rebuilder = TableRebuilder(pool, self.groups[0], log)
         self._holds = Holds()
+
+    @property
+    def emit_token_ids(self) -> bool:
+        """Whether events tell the tokens of stored blocks."""
+        return self._full_blocks.emits_token_ids
+
+    @property
+    def contents(self) -> StoredContents | None:
+        """What stored blocks hold; none unless the prefix cache is strict."""
+        return self._full_blocks.contents
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold `num_tokens` tokens in one group."""
@@ -119,7 +130,10 @@ class BlockManager:
 
     def num_blocks_regretted(self, hashes: Sequence[BlockHash], num_hits: int) -> int:
         """Return how many more blocks of a hash chain than `num_hits` would be found, had none been evicted."""
-        return max(0, longest_prefix(hashes, self.groups, self.pool.would_have_hit, num_hits) - num_hits)
+        pool = self.pool
+        if self._is_plain and not num_hits and not (hashes and pool.would_have_hit(hashes[0], is_first=True)):
+            return 0  # nearly always, where prompts have nothing in common
+        return max(0, longest_prefix(hashes, self.groups, pool.would_have_hit, num_hits) - num_hits)
 
     def num_blocks_missing(self, prefix: Prefix, num_tokens: int) -> int:
         """Return how many free blocks a new sequence takes: new ones, and cached ones of its prefix hit.
@@ -211,7 +225,7 @@ class BlockManager:
         num_full = num_computed // self.block_size
         for group in self.groups:
             if num_full > group.num_stored[owner]:
-                self._store(group, owner, chain, num_full, tokens)
+                self._full_blocks.store(group, owner, chain, num_full, tokens)
 
     def truncate(self, owner: Owner, num_tokens: int) -> list[BlockId]:
         """Take back what was written behind a sequence's first `num_tokens` tokens, of which none may be stored.
@@ -319,13 +333,7 @@ class BlockManager:
 
     def num_blocks_freed_by(self, owners: Iterable[Owner]) -> int:
         """Return how many blocks would become free if all `owners` were released. Shared and pinned blocks stay."""
-        held: dict[BlockId, int] = {}
-        for owner in owners:
-            for group in self.groups:
-                for block in group.held(owner):
-                    held[block] = held.get(block, 0) + 1
-        pool = self.pool
-        return sum(1 for block, count in held.items() if pool.ref_counts[block] == count and not pool.is_pinned(block))
+        return num_blocks_freed(owners, self.groups, self.pool)
 
     def num_distinct_blocks(self, owners: Sequence[Owner]) -> int:
         """Return how many blocks the sequences hold together, over all groups."""
@@ -350,29 +358,19 @@ class BlockManager:
         assert len(layout.tables) == len(self._tables) * len(self.groups), "every table has its place"
         self.pool.lay_out(layout.num_blocks, layout.ref_counts, layout.filled_slots, layout.groups)
         self.block_size = layout.block_size
-        if self.contents is not None:
-            self.contents = StoredContents(layout.block_size)
+        if self._full_blocks.contents is not None:
+            self._full_blocks.contents = StoredContents(layout.block_size)
         for group in self.groups:
             of_group = {owner: each for (number, owner), each in layout.tables.items() if number == group.number}
             group.lay_out(layout.block_size, of_group)
         if self._log.active:
-            self._log.append(self._laid_out_event(layout, block_bytes))
+            self._log.append(laid_out_event(layout, block_bytes))
 
     # ------------------------------------------------------------------ truth
 
     def to_states(self) -> list[SequenceState]:
         """Return all block tables for a snapshot."""
-        tables: dict[tuple[Owner, int], list[BlockId]] = {}
-        for kept in self._holds:
-            for number, blocks in enumerate(kept.blocks):
-                tables.setdefault((kept.owner, number), []).extend(reversed(blocks))
-        for group in self.groups:
-            for owner in group.tables:
-                tables.setdefault((owner, group.number), []).extend(group.held(owner))
-        return [
-            SequenceState(owner.request, owner.sequence, list(table), group=GROUPS[number])
-            for (owner, number), table in tables.items()
-        ]
+        return table_states(self.groups, self._holds)
 
     def check_integrity(self) -> None:
         """Verify the pool's invariants and that reference counts equal occurrences in tables.
@@ -381,19 +379,7 @@ class BlockManager:
             CacheCorruption: with the equation that does not hold.
         """
         self.pool.check_integrity()
-        occurrences = [0] * self.pool.num_blocks
-        for group in self.groups:
-            kept = [each.blocks[group.number] for each in self._holds]
-            for blocks in (*map(group.held, group.tables), *kept):
-                for block in blocks:
-                    occurrences[block] += 1
-                    if self.pool.groups and self.pool.groups[block] != group.number:
-                        raise CacheCorruption(
-                            f"block {block} of group {self.pool.groups[block]} is in a table of group {group.number}"
-                        )
-        for index, (count, expected) in enumerate(zip(self.pool.ref_counts, occurrences, strict=True)):
-            if count != expected:
-                raise CacheCorruption(f"block {index}: reference count {count}, but it is in {expected} tables")
+        check_tables(self.pool.ref_counts, self.pool.groups, all_tables(self.groups, self._holds))
 
     # ------------------------------------------------------------------ parts
 
@@ -409,49 +395,6 @@ class BlockManager:
     def _release(self, owner: Owner, held: Sequence[list[BlockId]], reason: ReleaseReason) -> None:
         for group, blocks in zip(self.groups, held, strict=True):
             self.pool.release(blocks, owner, reason, group.number)
-
-    def _store(self, group: GroupTables, owner: Owner, chain: HashChain, num_full: int, tokens: TokenSlice) -> None:
-        """Enter blocks of one group into the prefix index, up to the first `num_full` ones."""
-        done, number = group.num_stored[owner], group.number
-        hashes = chain.upto(num_full, tokens)
-        parent = hash_in_group(hashes[done - 1], number) if done else None
-        names = list(hashes[done:num_full])
-        if self.contents is not None:
-            self._note_contents(self.contents, chain.root, names, done, tokens)
-        if number:
-            names = [hash_in_group(content, number) for content in names]
-        token_ids = self._token_ids(tokens, done, num_full) if self.emit_token_ids else None
-        source = StoredRun(owner, done, token_ids, number)
-        self.pool.store(group.tables[owner][done:num_full], names, parent, source)
-        group.num_stored[owner] = num_full
-
-    def _note_contents(
-        self, contents: StoredContents, root: BlockHash, hashes: Sequence[BlockHash], first: int, tokens: TokenSlice
-    ) -> None:
-        contents.note(root, hashes, first, tokens)
-        find, numbers = self.pool.find, [group.number for group in self.groups]
-        contents.forget(
-            self.pool.num_blocks, lambda content: any(find(hash_in_group(content, number)) for number in numbers)
-        )
-
-    def _token_ids(self, tokens: TokenSlice, first: int, end: int) -> list[list[int]]:
-        size = self.block_size
-        return [list(tokens(index * size, (index + 1) * size)) for index in range(first, end)]
-
-    def _laid_out_event(self, layout: Layout, block_bytes: int) -> BlocksLaidOut:
-        tables = {key: each.table[each.num_passed :] for key, each in layout.tables.items()}
-        return BlocksLaidOut(
-            layout.num_blocks,
-            layout.block_size,
-            block_bytes,
-            [owner.request for _, owner in tables],
-            [owner.sequence for _, owner in tables],
-            [number for number, _ in tables],
-            [len(table) for table in tables.values()],
-            [block for table in tables.values() for block in table],
-            list(range(1, len(layout.filled_slots))),
-            list(layout.filled_slots[1:]),
-        )
 
     def _emit_shared(self, owner: Owner, blocks: Sequence[BlockId], group: int) -> None:
         self._log.append(BlocksShared(owner.request, owner.sequence, list(blocks), group=GROUPS[group]))

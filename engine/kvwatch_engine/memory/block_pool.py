@@ -26,7 +26,7 @@ from kvwatch_engine.memory.block_columns import BlockColumns, BlockHistory
 from kvwatch_engine.memory.block_events import BlockEvents
 from kvwatch_engine.memory.eviction_memory import EvictionMemory
 from kvwatch_engine.memory.free_list import FreeList
-from kvwatch_engine.memory.integrity import check_blocks
+from kvwatch_engine.memory.integrity import check_blocks, check_pinned
 from kvwatch_engine.memory.owner import Owner, StoredRun
 from kvwatch_engine.memory.prefix_index import PrefixIndex
 from kvwatch_engine.memory.relocation import Relocation, plan_relocation
@@ -136,9 +136,9 @@ class BlockPool:
             if self.ref_counts[block] == 0 and not self.is_pinned(block):
                 self._free.touch_cached(block)
 
-    def would_have_hit(self, content: BlockHash) -> bool:
+    def would_have_hit(self, content: BlockHash, *, is_first: bool = False) -> bool:
         """Return whether `content` is here, or was evicted for want of room not long ago while somebody listened."""
-        return content in self._index or content in self._evicted
+        return content in self._index or self._evicted.knows(content, is_first=is_first)
 
     def num_cached_of(self, blocks: Sequence[BlockId]) -> int:
         """Return how many of `blocks` are free: reusing them lowers the number of free blocks."""
@@ -248,6 +248,8 @@ class BlockPool:
             source: whose blocks they are, for the event.
         """
         duplicates = self._index.enter(blocks, hashes, source.parents or [parent, *hashes[:-1]])
+        if parent is None and source.parents is None and self.tier == "device":
+            self._evicted.note_first(hashes[0], self._index)
         if not self._log.active:
             return
         self._events.stored(blocks, hashes, parent, source, duplicates)
@@ -370,11 +372,7 @@ class BlockPool:
         """
         idle_pinned = self._idle_pinned()
         check_blocks(self.ref_counts, self._free, self._index, idle_pinned)
-        if len(idle_pinned) != self.num_idle_pinned or not all(content in self._index for content in self.pinned):
-            raise CacheCorruption(
-                f"{len(idle_pinned)} pinned blocks have no reference, not {self.num_idle_pinned}, or pinned content is "
-                "gone"
-            )
+        check_pinned(self.pinned, self._index, idle_pinned, self.num_idle_pinned)
         if sum(self.ref_counts) != self.num_references:
             raise CacheCorruption(f"reference counts sum to {sum(self.ref_counts)}, not {self.num_references}")
 

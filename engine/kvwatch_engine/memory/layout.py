@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvwatch.telemetry.events import BlocksLaidOut
 from kvwatch_engine.contracts.block import NULL_BLOCK, BlockId
 from kvwatch_engine.contracts.step import Int64Array
 from kvwatch_engine.memory.block_pool import Owner
@@ -93,6 +94,23 @@ def plan_layout(held: Sequence[HeldTokens], old_block_size: int, block_size: int
     for each in held:
         layout.tables[each.group, each.owner] = _lay_out(each, old_block_size, layout, known)
     return layout
+
+
+def laid_out_event(layout: Layout, block_bytes: int) -> BlocksLaidOut:
+    """Return what is told of a layout once it is the pool's; a block has `block_bytes` bytes over all layers then."""
+    tables = {key: each.table[each.num_passed :] for key, each in layout.tables.items()}
+    return BlocksLaidOut(
+        layout.num_blocks,
+        layout.block_size,
+        block_bytes,
+        [owner.request for _, owner in tables],
+        [owner.sequence for _, owner in tables],
+        [number for number, _ in tables],
+        [len(table) for table in tables.values()],
+        [block for table in tables.values() for block in table],
+        list(range(1, len(layout.filled_slots))),
+        list(layout.filled_slots[1:]),
+    )
 
 
 def _lay_out(

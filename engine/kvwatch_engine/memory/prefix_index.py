@@ -24,7 +24,7 @@ class PrefixIndex:
 
     # ------------------------------------------------------------------ queries
 
-    def __contains__(self, content: BlockHash) -> bool:
+    def __contains__(self, content: object) -> bool:
         """Return whether a block holds `content`."""
         return content in self._blocks
 

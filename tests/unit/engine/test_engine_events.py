@@ -204,6 +204,19 @@ def test_what_was_evicted_and_then_asked_for_is_regretted_once_and_a_reset_never
     assert run("after a reset", other).regretted_tokens == 0
 
 
+def test_a_prompt_of_which_nothing_is_left_is_regretted_from_its_first_block_on() -> None:
+    log = EventLog()
+    recorder = Recorder(log)
+    core = make_core(log=log, num_blocks=5)
+    for name, first_token in (("first", 10), ("other", 30), ("unrelated", 50), ("again", 10)):
+        core.add(make_request(name, list(range(first_token, first_token + 12)), max_tokens=1), 0)
+        run_until_idle(core)
+
+    admitted = of(recorder, RequestAdmitted)
+
+    assert [(event.hit_tokens, event.regretted_tokens) for event in admitted] == [(0, 0), (0, 0), (0, 0), (0, 8)]
+
+
 def test_the_memory_of_evictions_is_bounded_by_the_pool() -> None:
     log = EventLog()
     Recorder(log)
@@ -212,8 +225,7 @@ def test_the_memory_of_evictions_is_bounded_by_the_pool() -> None:
         core.add(make_request(f"r{number}", [number, *range(10, 21)], max_tokens=1), 0)
         run_until_idle(core)
 
-    assert len(core.manager.pool._evicted._recent) < 6
-    assert 6 <= len(core.manager.pool._evicted._before) < 12
+    assert 6 <= len(core.manager.pool._evicted) < 12
 
 
 def test_what_was_stored_again_and_evicted_again_is_remembered_from_then_on() -> None:
