@@ -5,10 +5,14 @@ allowed, each with half a request, shut everybody else out.
 """
 
 import asyncio
-from typing import Any
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+DIRECT_WRITE: Final = "kvwatch.direct_write"
+"""ASGI extension of `BoundedRequestProtocol`: its entry `write` is a `DirectWrite`."""
 
 EXCHANGE_SECONDS = 20.0
 """Time from the begin of a connection, or of a further request on it, until its answer has been read."""
@@ -80,11 +84,63 @@ class BoundedRequestProtocol(BoundedProtocol):
 
     has_limit = False
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what uvicorn makes a connection with."""
+        super().__init__(*args, **kwargs)
+        self._inner = self.app
+        self.app = self._with_direct_write
+
+    async def _with_direct_write(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
+        send: Callable[[MutableMapping[str, Any]], Awaitable[None]],
+    ) -> None:
+        """Call the application, and let it write without detours where that is HTTP's chunked coding."""
+        if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
+            scope.setdefault("extensions", {})[DIRECT_WRITE] = {"write": DirectWrite(self)}
+        await self._inner(scope, receive, send)
+
     def _is_idle(self) -> bool:
         cycle: RequestResponseCycle | None = self.cycle
         # One that was given up has an answer without an end: closing waits for a reader who may never read.
         is_answering = cycle is not None and not cycle.response_complete and not self.transport.is_closing()
         return is_answering or super()._is_idle()
+
+
+class DirectWrite:
+    """Writes pieces of an answer of unknown length, all but the last, without a turn through ASGI and h11.
+
+    A step of a model is a piece for each of its readers. What is written is what uvicorn would write for the same
+    piece.
+    """
+
+    __slots__ = ("_cycle", "_flow", "_transport")
+
+    def __init__(self, connection: BoundedRequestProtocol) -> None:
+        self._cycle: RequestResponseCycle = connection.cycle
+        self._flow = connection.flow
+        self._transport = connection.transport
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a piece can be written now; otherwise `send` has to do it, which may wait."""
+        cycle = self._cycle
+        return not (
+            self._flow.write_paused
+            or self._transport.is_closing()
+            or not cycle.response_started
+            or cycle.response_complete
+        )
+
+    def __call__(self, piece: bytes) -> None:
+        """Write a piece, while there is room.
+
+        Args:
+            piece: Part of a body that has begun, and is neither empty nor its end.
+        """
+        assert piece, "an empty chunk would be the end of the body"
+        self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
 
 class BoundedStreamProtocol(BoundedRequestProtocol):

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 import httpx
 import msgspec
 
-from kvwatch.bench.client import failure_of, retry_after, start_of
+from kvwatch.bench.answer import retry_after
+from kvwatch.bench.client import failure_of, start_of
 from kvwatch.bench.errors import RequestFailed, TargetUnreachable
 from kvwatch.bench.signals import Kind, Reading, kind_of, read_signals
 from kvwatch.bench.target import OFF, Target, Wanted

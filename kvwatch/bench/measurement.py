@@ -12,6 +12,7 @@ import msgspec
 from kvwatch import __version__
 from kvwatch.bench.arrivals import poisson
 from kvwatch.bench.client import Client, make_http
+from kvwatch.bench.connections import Connections
 from kvwatch.bench.dialect import Dialect
 from kvwatch.bench.discovery import discover
 from kvwatch.bench.options import DEFAULT_CONCURRENCY, Options
@@ -81,9 +82,10 @@ async def measure(options: Options, watcher: Watcher) -> Measurement:
     async with make_http(options.api_key, options.ca_file) as http:
         target = await discover(http, options.wanted)
         dialect = Dialect(target.kind, target.model, target.endpoint)
-        client = Client(http, target.url, dialect, options.request_timeout_seconds, options.max_retries)
-        scale = await _scale(options, target, client, dialect, earlier)
-        return await _Measuring(options, watcher, http, target, client, scale, earlier).run()
+        async with Connections(target.url, options.api_key, options.ca_file) as connections:
+            client = Client(connections, dialect, options.request_timeout_seconds, options.max_retries)
+            scale = await _scale(options, target, client, dialect, earlier)
+            return await _Measuring(options, watcher, http, target, client, scale, earlier).run()
 
 
 @dataclass(slots=True)

@@ -26,6 +26,8 @@ class EventReader:
         Raises:
             RequestFailed: a line or an event is too long.
         """
+        if not (self._begin_size or self._data) and (whole := self._whole_events(piece)) is not None:
+            return whole
         events: list[bytes] = []
         for line in self._lines(piece):
             if not line:
@@ -41,6 +43,15 @@ class EventReader:
     def end(self) -> list[bytes]:
         """Return the last event if the stream ended without the blank line after it."""
         return self.feed(b"\n\n") if self._begin_size or self._data else []
+
+    def _whole_events(self, piece: bytes) -> list[bytes] | None:
+        """Return the data of a piece that is whole events of one line each, as almost all are; else none."""
+        if not (piece.startswith(b"data:") and piece.endswith(b"\n\n")) or b"\r" in piece:
+            return None
+        events = piece[5:-2].split(b"\n\ndata:")
+        if piece.count(b"\n") != 2 * len(events) or len(piece) > self._max_event_bytes:
+            return None
+        return [data.removeprefix(b" ") for data in events]
 
     def _lines(self, piece: bytes) -> list[bytes]:
         """Return the lines that `piece` completes."""

@@ -18,10 +18,11 @@
     detokenizer.py    token by token to text, characters never broken
     stop_strings.py   stop strings across token and stream borders
     choice.py         one sequence: text, log-probabilities, why it ended
-    dispatcher.py     outputs from the engine's thread to the event loop
+    dispatcher.py, patience.py   outputs from the engine's thread to the event loop, and waiting for them
     generation.py     one HTTP request in the engine, from submit to the last token or the hang-up
     endpoint.py       the way of a request through all of these
-    streaming.py      server-sent events
+    streaming.py      the answer to a request that streams
+    events.py         server-sent events
     planning.py, conversation_planning.py   what the planners of all APIs share, and those of conversations
     chat.py, completions.py   two of the APIs; chat_shape.py, tool_shape.py how chats are told
     responses/        the third, whose answers are kept; truncation.py what of a conversation must go

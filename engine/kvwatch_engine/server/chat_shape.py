@@ -45,6 +45,12 @@ class ChatShape(ChunkShape):
             choices.append(ChunkChoice(delta.index, Delta(), None, self.finish_reason(delta), _score(delta)))
         return [self._chunk([choice]) for choice in choices]
 
+    def text_chunk(self, index: int) -> tuple[Struct, str] | None:
+        """See `ChunkShape.text_chunk`."""
+        if self._bytes_of is not None:
+            return None
+        return self._chunk([ChunkChoice(index, Delta(content=""))]), "content"
+
     def deltas(self, delta: ChoiceDelta) -> list[ChunkChoice]:
         """Return what is told of the text that was added."""
         if not delta.text and not delta.records:

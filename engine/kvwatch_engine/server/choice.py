@@ -3,6 +3,8 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import msgspec
+
 from kvwatch_engine.contracts.request import FinishReason, PositionLogprobs, PromptLogprobs, SequenceOutput
 from kvwatch_engine.contracts.sampling import SamplingParams
 from kvwatch_engine.server.detokenizer import Detokenizer
@@ -17,8 +19,7 @@ class TokenRecord:
     text_offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
+class ChoiceDelta(msgspec.Struct, frozen=True, gc=False):
     """What was added to a choice."""
 
     index: int

@@ -166,6 +166,12 @@ class CompletionShape(ChunkShape):
         """Return one chunk."""
         return [self._completion([self._choice(delta)])]
 
+    def text_chunk(self, index: int) -> tuple[Struct, str] | None:
+        """See `ChunkShape.text_chunk`."""
+        if self._sampling.logprobs is not None or self._sampling.beams is not None or self._prompt_form is not None:
+            return None
+        return self._completion([CompletionChoice(index, "", None, None)]), "text"
+
     def usage_chunk(self, usage: Usage) -> Struct:
         """See `ChunkShape.usage_chunk`."""
         chunk = self._completion([])

@@ -24,7 +24,7 @@ from kvwatch_engine.server.protocol.reply import Usage
 from kvwatch_engine.server.request_log import RequestRecord, record_of
 from kvwatch_engine.server.settings import ServerSettings
 from kvwatch_engine.server.shapes import Plan
-from kvwatch_engine.server.streaming import stream_answer
+from kvwatch_engine.server.streaming import StreamWriter, stream_answer
 
 TENANT_HEADER = "x-kvwatch-tenant"
 """Says on whose behalf a request runs. Telemetry only, and of no account where API keys say it: see `api_keys.py`."""
@@ -70,7 +70,7 @@ class GenerationEndpoint:
             async with self._generations.start(job, receive) as run:
                 try:
                     if plan.is_stream:
-                        await stream_answer(plan, run, record, self._settings, send)
+                        await stream_answer(plan, run, record, StreamWriter(scope, send, self._settings.write_seconds))
                         return
                     choices = await _collect(run, record)
                 finally:

@@ -1,10 +1,11 @@
 """One HTTP request in the engine: submitted, read step by step, and aborted whenever nobody wants it any more."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from msgspec import structs
 from starlette.types import Receive
 
 from kvwatch_engine.contracts.adapter import Adapter
@@ -93,6 +94,8 @@ class Run:
         self._mailbox = mailbox
         self._keepalive_seconds = keepalive_seconds
         self._num_prompt_tokens = sum(map(len, job.prompts))
+        self._is_end_in_text = bool(job.stops)
+        self._has_prompt_logprobs = job.sampling.prompt_logprobs is not None
         self._cached: dict[str, int] = {}
         self._scored: dict[str, list[PromptLogprobs]] = {}
         self.choices: dict[tuple[str, int], Choice] = {}
@@ -101,7 +104,10 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """Whether every choice has ended."""
-        return all(choice.finish_reason is not None for choice in self.choices.values())
+        for choice in self.choices.values():  # noqa: SIM110 - asked for every token
+            if choice.finish_reason is None:
+                return False
+        return True
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         """Give what each step added, until all choices have ended; an empty list after a long silence.
@@ -112,7 +118,7 @@ class Run:
         """
         while not self.is_finished:
             outputs = await self._mailbox.get(self._keepalive_seconds)
-            found = [delta for output in outputs if (delta := self._add(output)) is not None]
+            found = [delta for output in outputs if (delta := self.add(output)) is not None]
             if found or not outputs:
                 yield found
 
@@ -122,17 +128,33 @@ class Run:
         details = PromptTokensDetails(sum(self._cached.values()))
         return Usage(self._num_prompt_tokens, generated, self._num_prompt_tokens + generated, details)
 
-    def _add(self, output: SequenceOutput) -> ChoiceDelta | None:
-        _raise_if_failed(output)
+    def give_to(self, taker: Callable[[SequenceOutput], bool]) -> None:
+        """Offer outputs to `taker` while `deltas` waits for them; see `Mailbox.taker`.
+
+        What ends a choice must not be taken, since `deltas` has to see it; so nothing is offered where a text may be
+        its own end. Nor is anything with log-probabilities of a prompt, which take long to write.
+        """
+        if not self._is_end_in_text and not self._has_prompt_logprobs:
+            self._mailbox.taker = taker
+
+    def add(self, output: SequenceOutput) -> ChoiceDelta | None:
+        """Add an output to its choice; return what can be shown of it, None when there is nothing yet.
+
+        Raises:
+            GenerationFailed: the engine ended the request.
+        """
+        if output.finish_reason is not None:
+            _raise_if_failed(output)
         if output.prompt_logprobs is not None:
             self._scored.setdefault(output.request_id, []).append(output.prompt_logprobs)
             return None
-        self._cached[output.request_id] = max(self._cached.get(output.request_id, 0), output.num_cached_tokens)
+        if output.num_cached_tokens > self._cached.get(output.request_id, 0):
+            self._cached[output.request_id] = output.num_cached_tokens
         choice = self.choices[output.request_id, output.sequence]
         was_open = choice.finish_reason is None
         delta = choice.add(output)
         if delta is not None and delta.is_first and self._scored:
-            delta = replace(delta, prompt=tuple(self._scored.get(output.request_id, ())))
+            delta = structs.replace(delta, prompt=tuple(self._scored.get(output.request_id, ())))
         if was_open and choice.is_stopped_by_string and output.finish_reason is None:
             self._engine.stop_sequence(output.request_id, output.sequence)
         return delta
@@ -184,6 +206,7 @@ class Generations:
             yield run
         finally:
             watcher.cancel()
+            mailbox.close()
             for name in names:
                 self._dispatcher.close(name)
             if not run.is_finished:

@@ -59,7 +59,9 @@ class RequestRecord:
         """Note the time of the first text and why choices ended."""
         if deltas and self.first_token_seconds is None:
             self.first_token_seconds = time.monotonic() - self.begin
-        self.finish_reasons.extend(delta.finish_reason for delta in deltas if delta.finish_reason is not None)
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self.finish_reasons.append(delta.finish_reason)
 
     def fields(self) -> dict[str, object]:
         """Return what the log line says beside method and path."""

@@ -11,6 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 from kvwatch_engine.contracts.errors import RequestInvalid
 from kvwatch_engine.server.choice import ChoiceDelta
 from kvwatch_engine.server.errors import GenerationFailed
+from kvwatch_engine.server.events import TextEvent
 from kvwatch_engine.server.generation import Job
 from kvwatch_engine.server.protocol.reply import Error, ErrorBody, Usage
 from kvwatch_engine.server.protocol.request import GenerationFields
@@ -51,6 +52,13 @@ class Shape(Protocol):
         """Return the events of a stream that tell `delta`."""
         ...
 
+    def text_event(self, delta: ChoiceDelta) -> bytes | None:
+        """Return the event that tells `delta`, if that is one of text alone; otherwise none: ask for `chunks`.
+
+        What almost every token of every stream becomes, and much cheaper than they are.
+        """
+        ...
+
     def end(self, usage: Usage) -> list[Struct]:
         """Return the last events of a stream that is complete."""
         ...
@@ -72,6 +80,14 @@ class ChunkShape(ABC):
     def __init__(self, head: Head) -> None:
         """Create the shape of one answer; `head` is what every chunk repeats."""
         self.head = head
+        self._text_events: dict[int, TextEvent] = {}
+
+    @abstractmethod
+    def text_chunk(self, index: int) -> tuple[Struct, str] | None:
+        """Return the chunk that adds an empty text to a choice, and the name of the field that holds the text.
+
+        None where chunks of further text hold more than that text.
+        """
 
     @abstractmethod
     def usage_chunk(self, usage: Usage) -> Struct:
@@ -80,6 +96,18 @@ class ChunkShape(ABC):
     def begin(self) -> list[Struct]:
         """See `Shape.begin`."""
         return []
+
+    def text_event(self, delta: ChoiceDelta) -> bytes | None:
+        """See `Shape.text_event`."""
+        if delta.is_first or delta.finish_reason is not None or not delta.text:
+            return None
+        written = self._text_events.get(delta.index)
+        if written is None:
+            found = self.text_chunk(delta.index)
+            if found is None:
+                return None
+            written = self._text_events[delta.index] = TextEvent(*found)
+        return written.of(delta.text)
 
     def end(self, usage: Usage) -> list[Struct]:
         """See `Shape.end`."""

@@ -31,6 +31,9 @@ class ToolShape(ChatShape):
         self._records: dict[int, tuple[TokenRecord, ...]] = {}
         """Log-probabilities of tokens whose text is not certain yet."""
 
+    def text_chunk(self, _index: int) -> None:
+        """See `ChunkShape.text_chunk`: a text may become a call."""
+
     def deltas(self, delta: ChoiceDelta) -> list[ChunkChoice]:
         """See `ChatShape.deltas`."""
         index = delta.index

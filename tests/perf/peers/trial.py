@@ -14,6 +14,7 @@ from peers.servers import ServerFailed
 from peers.stage import RunningSide
 
 from kvwatch.bench.client import Client, make_http
+from kvwatch.bench.connections import Connections
 from kvwatch.bench.outcome import RequestOutcome
 from kvwatch.bench.runner import Run
 from kvwatch.bench.scenarios import RequestSpec
@@ -100,8 +101,8 @@ class _Spent:
 
 async def _ask(side: RunningSide, specs: Sequence[RequestSpec], concurrency: int) -> Run:
     """Send all requests."""
-    async with make_http(None, None) as http:
-        client = Client(http, side.url, side.side.dialect, request_timeout_seconds=TRIAL_SECONDS)
+    async with make_http(None, None) as http, Connections(side.url) as connections:
+        client = Client(connections, side.side.dialect, request_timeout_seconds=TRIAL_SECONDS)
         run = Run(client, specs, concurrency, max_seconds=TRIAL_SECONDS)
         await run.run([_Scraper(http, side.url).run] if side.side.has_metrics else [])
         return run

@@ -140,3 +140,79 @@ def test_sequences_that_come_as_a_whole_are_not_held_against_a_client_that_could
         assert await box.get(1) == found
 
     asyncio.run(scenario())
+
+
+def test_what_is_taken_while_the_reader_waits_does_not_wake_it_up_and_the_order_stays() -> None:
+    async def scenario() -> None:
+        box = make_mailbox()
+        taken: list[SequenceOutput] = []
+        is_free = True
+
+        def taker(found: SequenceOutput) -> bool:
+            if is_free:
+                taken.append(found)
+            return is_free
+
+        box.taker = taker
+        items = [output("a", token) for token in range(6)]
+        box.put(items[0])  # nobody waits for it yet
+        assert await box.get(60) == items[:1]
+
+        reader = asyncio.create_task(box.get(60))
+        await asyncio.sleep(0)
+        box.put(items[1])
+        box.put(items[2])
+        await asyncio.sleep(0)
+        assert not reader.done()
+        is_free = False
+        box.put(items[3])
+        is_free = True
+        box.put(items[4])  # behind one that the reader has still to read
+        assert await reader == items[3:5]
+        box.close()
+        box.put(items[5])
+        assert taken == items[1:3]
+        assert await box.get(60) == items[5:]
+
+    asyncio.run(scenario())
+
+
+def test_what_a_taker_raises_is_its_readers_and_nobody_elses() -> None:
+    async def scenario() -> None:
+        def broken(_found: SequenceOutput) -> bool:
+            raise ValueError("a defect")
+
+        dispatcher = OutputDispatcher()
+        boxes = {name: make_mailbox() for name in ("a", "b")}
+        boxes["a"].taker = broken
+        for name, box in boxes.items():
+            dispatcher.open(name, box)
+        readers = [asyncio.create_task(box.get(60)) for box in boxes.values()]
+        await asyncio.sleep(0)
+        dispatcher([output("a", 1), output("b", 2)])
+
+        assert [item.token_ids for item in await readers[1]] == [(2,)]
+        with pytest.raises(ValueError, match="a defect"):
+            await readers[0]
+
+    asyncio.run(scenario())
+
+
+def test_silence_is_counted_from_what_was_taken_last() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        box = make_mailbox()
+        box.taker = lambda _found: True
+        last = 0.0
+        reader = asyncio.create_task(box.get(0.3))
+        for token in range(8):
+            await asyncio.sleep(0.1)
+            if reader.done():
+                break  # this machine was stopped for longer than the silence
+            last = loop.time()
+            box.put(output("a", token))
+
+        assert await reader == []
+        assert loop.time() - last >= 0.29
+
+    asyncio.run(scenario())

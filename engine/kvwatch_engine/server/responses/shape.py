@@ -58,6 +58,9 @@ class ResponseShape:
         self._finish_reason = delta.finish_reason or self._finish_reason
         return self._numbered(self._output.push(delta))
 
+    def text_event(self, _delta: ChoiceDelta) -> None:
+        """See `Shape.text_event`: every event has a number of its own."""
+
     def end(self, usage: Usage) -> list[Struct]:
         """See `Shape.end`."""
         response = self._ended(usage)
