@@ -193,9 +193,19 @@ KERNELS_CPU = (
         name="threads-do-not-wait",
         stands_for="In a program a thread begins the next call while others are still at the one before.",
         file=f"{CPU}/program.py",
-        old="            wait_for_all(params, (index + 1) * num_threads)\n",
+        old="            wait_for_all(params, (index + 1) * num_threads, member, num_threads)\n",
         new="            pass\n",
         tests=(f"{WHOLE}::test_threads_wait_for_each_other_between_two_calls",),
+    ),
+    Fault(
+        name="threads-share-a-core",
+        stands_for="Two threads that wait for each other stay on one core while another one is free.",
+        file=f"{CPU}/places.py",
+        old="            is_shared = True\n",
+        new="            is_shared = False\n",
+        tests=(
+            f"{TESTS}/test_kernels_cpu_places.py::test_who_shares_a_core_with_another_of_the_team_goes_elsewhere_and_may_come_back",
+        ),
     ),
     Fault(
         name="layers-share-their-counters",

@@ -3,7 +3,9 @@
     grammar.py     a grammar as a request gives it, and how large one may be
     lark_size.py   how much a terminal of a Lark grammar stands for
     vocabulary.py  the model's tokens as the library sees them, and the bounds under which it works
-    trial.py       the process that has each grammar compiled first, in one of its own that may crash or be ended
+    trial.py       the process that has each grammar compiled first
+    worker.py      the processes in which that happens, which may crash or be ended; attempt.py is what they do
+    turns.py       gives them turns, so that nobody beside them notices; linux_process.py: what only Linux does for that
     trials.py      asks that process, with a deadline; messages.py is what they say to each other
     refusals.py    remembers which grammars cannot be compiled
     matching.py    one sequence within a compiled grammar, in this process

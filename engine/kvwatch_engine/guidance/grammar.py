@@ -33,14 +33,14 @@ class GuidanceLimits:
     """Time after which whoever brings a grammar is told to come back, since the machine has been too busy for it."""
     answer_seconds: float = 0.8
     """The same, with the time that it waited for others to be compiled."""
-    niceness: int = 12
-    """How far processes that compile step back before others. Of a processor that the model keeps busy 12 leaves six
-    hundredths, which is enough for what people write. 0 lets them compete."""
-    max_trials: int = 2
-    """Grammars that are compiled at the same time."""
+    turn_seconds: float = 0.000_25
+    rest_seconds: float = 0.001_5
+    """How long a process that compiles may go on, and how long it is stopped then, while others want all cores."""
+    max_trials: int = 4
+    """Grammars that are compiled at the same time, by turns."""
     start_seconds: float = 60.0
     """Time in which the trial process must have started."""
-    trial_bytes: int = 512 * 2**20
+    trial_bytes: int = 256 * 2**20
     """Memory that compiling one grammar may take, beside that of the vocabulary."""
     mask_seconds: float = 1.0
     """Time that a step waits for what a grammar allows next, once the model is done."""

@@ -1,7 +1,9 @@
 """What the server and the trial process say to each other: MessagePack with four bytes of length before it."""
 
 import time
+from dataclasses import dataclass
 from socket import socket
+from struct import Struct
 from typing import Final
 
 import msgspec
@@ -9,6 +11,9 @@ import msgspec
 from kvwatch_engine.guidance.grammar import GrammarKind
 
 _LENGTH_BYTES: Final = 4
+_ALLOWANCE: Final = Struct("<dd")
+ALLOWANCE_BYTES: Final = _ALLOWANCE.size
+"""Length of a packed `Allowance`."""
 
 
 class Untried(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,11 +22,26 @@ class Untried(msgspec.Struct, frozen=True, kw_only=True):
     kind: GrammarKind
     text: str
     max_terminal_size: int
+    spare_bytes: int
+    """Memory beside that of the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """The time that compiling a grammar may take; it brings the socket along through which the grammar comes."""
+
     seconds: float
     cpu_seconds: float
     """Time of a processor, however long that takes."""
-    spare_bytes: int
-    """Memory beside that of the vocabulary."""
+
+    def pack(self) -> bytes:
+        """Return it in `ALLOWANCE_BYTES`."""
+        return _ALLOWANCE.pack(self.seconds, self.cpu_seconds)
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "Allowance":
+        """Return what was packed."""
+        return cls(*_ALLOWANCE.unpack(packed))
 
 
 class Trial(msgspec.Struct, frozen=True):

@@ -22,6 +22,7 @@ from kvwatch_kernels.cpu.call import KernelCall
 from kvwatch_kernels.cpu.compiled import entry_point, source_digest, subroutine
 from kvwatch_kernels.cpu.elements import I64_POINTER
 from kvwatch_kernels.cpu.memory import Pointer, fetch_add, i64_at, read, write
+from kvwatch_kernels.cpu.places import Places, leave_shared_core, note_core
 from kvwatch_kernels.cpu.threads import launcher, team_size_code
 from kvwatch_kernels.cpu.vectors import I32, I64, emitted
 
@@ -47,6 +48,8 @@ _ARRIVALS = 8
 """Threads that have ended a call, over all calls so far; on a cache line of its own."""
 _ENTRANTS = 9
 """Threads that have begun: the first one looks at the clock."""
+_PLACES = 10
+"""Address of the threads' places (`places.py`), 0 where they stay where they are put."""
 _PARAMS_LENGTH = 16
 
 
@@ -86,8 +89,11 @@ def call_plain(builder: ir.IRBuilder, function: ir.Value) -> ir.Value:
 
 
 @subroutine
-def wait_for_all(params: Pointer, num_arrivals: int) -> None:
-    """Say that this thread has ended a call, and wait until `num_arrivals` have been said in all."""
+def wait_for_all(params: Pointer, num_arrivals: int, member: int, num_threads: int) -> None:
+    """Say that this thread of the team has ended a call, and wait until `num_arrivals` have been said in all."""
+    places = i64_at(read(params, _PLACES))
+    if read(params, _PLACES) != 0:
+        note_core(places, member)
     if fetch_add(params, _ARRIVALS) + 1 == num_arrivals:
         return
     spins = 0
@@ -96,6 +102,8 @@ def wait_for_all(params: Pointer, num_arrivals: int) -> None:
         if spins < _SPINS_BEFORE_YIELD or read(params, _YIELD) == 0:
             relax()
         else:
+            if spins % _SPINS_BEFORE_YIELD == 0 and read(params, _PLACES) != 0:
+                leave_shared_core(places, member, num_threads)
             call_plain(read(params, _YIELD))
 
 
@@ -107,12 +115,13 @@ def run_calls(params: Pointer) -> None:
     if read(params, _TEAM_SIZE) != 0:
         num_threads = call_plain(read(params, _TEAM_SIZE))
     kinds, ticks = i64_at(read(params, _KINDS)), i64_at(read(params, _TICKS))
-    is_timing = fetch_add(params, _ENTRANTS) == 0
+    member = fetch_add(params, _ENTRANTS)
+    is_timing = member == 0
     before = cycles()
     for index in range(read(params, _NUM_CALLS)):
         call_with(read(functions, index), read(arguments, index))
         if num_threads > 1:
-            wait_for_all(params, (index + 1) * num_threads)
+            wait_for_all(params, (index + 1) * num_threads, member, num_threads)
         if is_timing:
             after, kind = cycles(), read(kinds, index)
             write(ticks, kind, read(ticks, kind) + after - before)
@@ -163,6 +172,7 @@ class Program:
         self._addresses = self._params.ctypes.data + 8 * self._starts
         self._max_threads = max(call.num_items for call in calls)
         self._head = _aligned(_PARAMS_LENGTH)
+        self._places = Places()
         self._head[_FUNCTIONS], self._head[_PARAMS] = self._functions.ctypes.data, self._addresses.ctypes.data
         self._head[_NUM_CALLS] = len(calls)
         self._head[_YIELD], self._head[_TEAM_SIZE] = _yield_address(), team_size_code()
@@ -196,6 +206,7 @@ class Program:
         """Run all calls, on as many threads as torch uses at most, without the interpreter's lock."""
         num_threads = max(1, min(self._max_threads, torch.get_num_threads()))
         self._head[_NUM_THREADS], self._head[_ARRIVALS], self._head[_ENTRANTS] = num_threads, 0, 0
+        self._head[_PLACES] = self._places.address(num_threads)
         self._ticks[:] = 0
         started = time.perf_counter_ns()
         launcher()(program_code(), self._head.ctypes.data, num_threads)
