@@ -298,7 +298,7 @@ def test_a_trial_process_that_was_killed_is_started_again_and_nobody_notices() -
 
 
 def test_a_process_that_compiles_stands_still_between_its_turns_and_is_ended_for_what_it_has_used() -> None:
-    limits = replace(PATIENT, compile_cpu_seconds=0.3)
+    limits = GuidanceLimits(compile_seconds=250, compile_cpu_seconds=0.3)
     trials = Trials(VocabularySource(TOKENIZER.to_str(), VOCAB_SIZE, (END_TOKEN,)), limits)
     try:
         assert trials.run(NUMBER, 250)
