@@ -1,13 +1,13 @@
-"""Compiles an event's declared feeds into closures that change counters and histograms.
+"""Compiles an event's declared feeds into functions that change counters and histograms.
 
 Quantities are added as the integers that the events carry (ns, tokens, blocks) and become base units only when they
 are read: sums stay exact, and an observation that lies on a bucket's bound falls into that bucket.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import product
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, product, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -18,8 +18,8 @@ from kvwatch.telemetry.schema import Amount, Event, EventSpec, Feed, Metric, Met
 Labels = tuple[str, ...]
 Choices = Mapping[str, tuple[str, ...]]
 """For each label of a metric: the values that it can have."""
-FeedFunction = Callable[[Any], None]
-"""Takes one event of the class it was compiled for."""
+FeedFunction = Callable[[Sequence[Any]], None]
+"""Takes events of the class it was compiled for: many at once, so that what they have in common is done once."""
 
 
 class Family:
@@ -107,16 +107,15 @@ def all_labels(choices: Choices) -> list[Labels]:
 
 
 def compile_feed(feed: Feed, family: Family, choices: Choices) -> FeedFunction:
-    """Return a function that adds what one event contributes to `family`.
+    """Return a function that adds to `family` what events contribute.
 
     Raises:
         SchemaError: the form of the amount does not suit the kind of the metric.
     """
-    labels = _labels_getter(feed, choices)
     if isinstance(family, CounterFamily):
-        return _counter_feed(feed, family, labels)
+        return _counter_feed(feed, family, choices)
     assert isinstance(family, HistogramFamily)
-    return _histogram_feed(feed, family, labels)
+    return _histogram_feed(feed, family, choices)
 
 
 def _fixed_labels(feed: Feed) -> Labels | None:
@@ -128,9 +127,6 @@ def _fixed_labels(feed: Feed) -> Labels | None:
 
 
 def _labels_getter(feed: Feed, choices: Choices) -> Callable[[Event], Labels]:
-    fixed = _fixed_labels(feed)
-    if fixed is not None:
-        return lambda _: fixed
     names, constants = feed.metric.labels, dict(feed.constants)
     if any(OTHER in values for values in choices.values()):
         known = [(name, frozenset(choices[name])) for name in names]
@@ -146,77 +142,98 @@ def _fold(value: str, known: Collection[str]) -> str:
     return value if value in known else OTHER
 
 
-def _cell_getter(
-    feed: Feed, family: HistogramFamily, labels: Callable[[Event], Labels]
-) -> Callable[[Event], HistogramCell]:
+# ---------------------------------------------------------------- counters
+
+
+def _counter_feed(feed: Feed, family: CounterFamily, choices: Choices) -> FeedFunction:
+    measure = _measure(feed)
+    skips_nothing = feed.amount.form == "field"
+    cells, fixed = family.cells, _fixed_labels(feed)
+    if fixed is not None:
+
+        def add_up(events: Sequence[Event]) -> None:
+            amount = sum(measure(events))
+            if amount or not skips_nothing:
+                cells[fixed] += amount
+
+        return add_up
+    labels = _labels_getter(feed, choices)
+
+    def add_each(events: Sequence[Event]) -> None:
+        for event, amount in zip(events, measure(events), strict=True):
+            if amount or not skips_nothing:  # nothing of a tier that the engine has not must make a series of it
+                cells[labels(event)] += amount
+
+    return add_each
+
+
+def _measure(feed: Feed) -> Callable[[Sequence[Event]], Iterable[int]]:
+    """Return a function that gives what each event adds to a counter."""
+    form = feed.amount.form
+    if form == "one":
+        return lambda events: repeat(1, len(events))
+    quantity = attrgetter(feed.amount.field)
+    if form == "field":
+        return lambda events: [quantity(event) or 0 for event in events]
+    if form == "size":
+        return lambda events: map(len, map(quantity, events))
+    if form == "sum":
+        return lambda events: map(sum, map(quantity, events))
+    raise SchemaError(f"counter {feed.metric.name} cannot be fed by {form!r}; use one, field, size or sum")
+
+
+# ---------------------------------------------------------------- histograms
+
+
+def _histogram_feed(feed: Feed, family: HistogramFamily, choices: Choices) -> FeedFunction:
+    observe = _observer(feed, family.bounds)
     fixed = _fixed_labels(feed)
     if fixed is not None:
         cell = family.touch(fixed)
-        return lambda _: cell
-    return lambda event: family.touch(labels(event))
+        return lambda events: observe(cell, events)
+    labels = _labels_getter(feed, choices)
+
+    def observe_each(events: Sequence[Event]) -> None:
+        for event in events:
+            observe(family.touch(labels(event)), (event,))
+
+    return observe_each
 
 
-def _counter_feed(feed: Feed, family: CounterFamily, labels: Callable[[Event], Labels]) -> FeedFunction:
-    cells, form = family.cells, feed.amount.form
-    if form == "one":
-
-        def add_one(event: Event) -> None:
-            cells[labels(event)] += 1
-
-        return add_one
-    quantity = attrgetter(feed.amount.field)
+def _observer(feed: Feed, bounds: list[float]) -> Callable[[HistogramCell, Sequence[Event]], None]:
+    """Return a function that enters what events let a histogram observe."""
+    form, quantity = feed.amount.form, attrgetter(feed.amount.field)
     if form == "field":
-
-        def add_field(event: Event) -> None:
-            amount = quantity(event)
-            if amount:  # nothing of a tier that the engine has not must make a series of it
-                cells[labels(event)] += amount
-
-        return add_field
-    measures: dict[str, Callable[[Any], int]] = {"size": len, "sum": sum}
-    measure = measures.get(form)
-    if measure is None:
-        raise SchemaError(f"counter {feed.metric.name} cannot be fed by {form!r}; use one, field, size or sum")
-
-    def add_measure(event: Event) -> None:
-        cells[labels(event)] += measure(quantity(event))
-
-    return add_measure
-
-
-def _histogram_feed(feed: Feed, family: HistogramFamily, labels: Callable[[Event], Labels]) -> FeedFunction:
-    bounds, cell_of, form = family.bounds, _cell_getter(feed, family, labels), feed.amount.form
-    if form in {"one", "size", "sum"}:
-        raise SchemaError(f"histogram {feed.metric.name} cannot be fed by {form!r}; use field, each or weighted")
-    quantity = attrgetter(feed.amount.field)
-    if form == "field":
-
-        def observe_field(event: Event) -> None:
-            value = quantity(event)
-            if value is not None:
-                cell = cell_of(event)
-                cell.counts[bisect_left(bounds, value)] += 1
-                cell.total += value
-
-        return observe_field
+        return lambda cell, events: _observe(
+            cell, bounds, [value for value in map(quantity, events) if value is not None]
+        )
     if form == "each":
-
-        def observe_each(event: Event) -> None:
-            cell = cell_of(event)
-            for value in quantity(event):
-                cell.counts[bisect_left(bounds, value)] += 1
-                cell.total += value
-
-        return observe_each
+        return lambda cell, events: _observe(cell, bounds, list(chain.from_iterable(map(quantity, events))))
+    if form != "weighted":
+        raise SchemaError(f"histogram {feed.metric.name} cannot be fed by {form!r}; use field, each or weighted")
     weights = attrgetter(feed.amount.weights)
 
-    def observe_weighted(event: Event) -> None:
-        cell = cell_of(event)
-        for value, weight in zip(quantity(event), weights(event), strict=True):
-            cell.counts[bisect_left(bounds, value)] += weight
-            cell.total += value * weight
+    def observe_weighted(cell: HistogramCell, events: Sequence[Event]) -> None:
+        counts = cell.counts
+        for event in events:
+            for value, weight in zip(quantity(event), weights(event), strict=True):
+                counts[bisect_left(bounds, value)] += weight
+                cell.total += value * weight
 
     return observe_weighted
+
+
+def _observe(cell: HistogramCell, bounds: list[float], values: list[int]) -> None:
+    """Enter observations. Those of a while mostly fall into few buckets: of each run of them one place is looked up."""
+    values.sort()
+    counts, num_bounds, num_values = cell.counts, len(bounds), len(values)
+    cell.total += sum(values)
+    start = 0
+    while start < num_values:
+        bucket = bisect_left(bounds, values[start])
+        end = bisect_right(values, bounds[bucket], start) if bucket < num_bounds else num_values
+        counts[bucket] += end - start
+        start = end
 
 
 def make_family(metric: Metric, divisor: int, settings: SeriesSettings) -> CounterFamily | HistogramFamily:

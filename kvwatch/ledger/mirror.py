@@ -86,7 +86,7 @@ class Mirror:
             self._violations = self._store.counter(metrics.LEDGER_VIOLATIONS).cells
         self._num_events: Counter[type[Event]] = Counter({spec.cls: 0 for spec in REGISTRY})
         self._batch: Sequence[Event] = ()
-        """Events of the batch in progress that are not in `_num_events` yet."""
+        """Events of the batch in progress that no counter and no histogram has yet."""
         self._names = {spec.cls: spec.name for spec in REGISTRY}
         self._published_ns = self._applied_ns = clock.monotonic_ns()
         self._logged_ns: int | None = None
@@ -154,11 +154,11 @@ class Mirror:
         self._published_ns = self._clock.monotonic_ns()
 
     def _make_actions(self) -> dict[type[Event], tuple[Callable[[Any], None], ...]]:
-        """Return, for each event class, what is to be called with an event: state first, then counters."""
+        """Return, for each event class, what is to be called with an event. Counters wait for the end of the batch."""
         actions: dict[type[Event], tuple[Callable[[Any], None], ...]] = {}
-        for cls, feeds in self._store.feeds.items():
+        for cls in self._names:
             handler = self.ledger.handlers.get(cls)
-            actions[cls] = ((handler,) if handler else ()) + feeds
+            actions[cls] = (handler,) if handler else ()
         actions[StepCompleted] += (self._complete,)
         actions[RequestFinished] += (self._end_stall,)
         actions[PoolRebuilt] += (self._restart_extremes,)
@@ -214,8 +214,9 @@ class Mirror:
         """Count what was applied of the batch: all of it, or up to the step that is being shown."""
         if self._batch:
             num_applied = self.ledger.next_seq - self._batch[0].seq
-            self._num_events.update(map(type, self._batch[:num_applied]))
-            self._batch = self._batch[num_applied:]
+            applied, self._batch = self._batch[:num_applied], self._batch[num_applied:]
+            self._num_events.update(map(type, applied))
+            self._store.feed(applied)
 
     def _report(self, event: StepCompleted, wrong: list[str]) -> None:
         now = self._clock.monotonic_ns()

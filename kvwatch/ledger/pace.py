@@ -22,7 +22,7 @@ async def next_tick(period_seconds: float = POLL_SECONDS) -> None:
     """Sleep until the clock of the running loop is the next multiple of `period_seconds`."""
     loop = asyncio.get_running_loop()
     woken: asyncio.Future[None] = loop.create_future()
-    timer = loop.call_at(_next_tick_at(loop.time(), period_seconds), _wake, woken)
+    timer = loop.call_at(next_tick_at(loop.time(), period_seconds), _wake, woken)
     try:
         await woken
     finally:
@@ -33,10 +33,11 @@ async def pause(stop: asyncio.Event, period_seconds: float = POLL_SECONDS) -> No
     """The same, but return at once when `stop` is set."""
     now = asyncio.get_running_loop().time()
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(stop.wait(), _next_tick_at(now, period_seconds) - now)
+        await asyncio.wait_for(stop.wait(), next_tick_at(now, period_seconds) - now)
 
 
-def _next_tick_at(now: float, period_seconds: float) -> float:
+def next_tick_at(now: float, period_seconds: float) -> float:
+    """Return the next multiple of `period_seconds`; all who sleep ask here."""
     return (now // period_seconds + 1) * period_seconds
 
 

@@ -3,7 +3,7 @@
 Knows nothing of any single event or metric: a new feed in `kvwatch.telemetry.events` is counted here without a change.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from kvwatch.errors import SchemaError
 from kvwatch.ledger.feeds import (
@@ -50,12 +50,20 @@ class MetricStore:
         self.feeds: dict[type[Event], tuple[FeedFunction, ...]] = {
             spec.cls: tuple(self._compile(spec)) for spec in registry
         }
-        """For each event class: functions to be called with every event of that class."""
+        """For each event class: functions to be called with all events of that class."""
 
-    def feed(self, event: Event) -> None:
-        """Count one event."""
-        for feed in self.feeds[type(event)]:
-            feed(event)
+    def feed(self, events: Iterable[Event]) -> None:
+        """Count events, in any order."""
+        by_class: dict[type[Event], list[Event]] = {}
+        for event in events:
+            cls = type(event)
+            if cls in by_class:
+                by_class[cls].append(event)
+            else:
+                by_class[cls] = [event]
+        for cls, found in by_class.items():
+            for feed in self.feeds[cls]:
+                feed(found)
 
     def open_tiers(self, tiers: Collection[str]) -> None:
         """Let the series of these tiers exist, at 0 where they are new; an engine without a tier shows none of it."""

@@ -4,7 +4,7 @@ Works from the declared types; knows no event by name. What protobuf cannot hold
 an integer of more than 64 bits) is mended, since a hostile name must not end a stream.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Generic, TypeVar, get_args, get_origin
 
 import msgspec
@@ -57,11 +57,22 @@ class StructCodec(Generic[S]):
         self._unpackers = tuple((name, _unpacker(hint)) for name, hint in hints.items())
         self._optional = frozenset(name for name, hint in hints.items() if optional_member(hint) is not None)
 
-    def pack(self, struct: S) -> Message:
-        """Return the message of a struct."""
-        values = {name: getattr(struct, name) for name in self._names}
+    def values(self, struct: S) -> dict[str, Any]:
+        """Return what the message of a struct takes, by field."""
+        return self._packed({name: getattr(struct, name) for name in self._names})
+
+    def all_values(self, struct: S) -> dict[str, Any]:
+        """Return the same with fields that are none of the message's, as an event has: one call for all of them."""
+        return self._packed(msgspec.structs.asdict(struct))
+
+    def _packed(self, values: dict[str, Any]) -> dict[str, Any]:
         for name, pack in self._packers:
             values[name] = pack(values[name])
+        return values
+
+    def pack(self, struct: S) -> Message:
+        """Return the message of a struct."""
+        values = self.values(struct)
         try:
             return self._message(**values)
         except ValueError:  # UnicodeEncodeError is one
@@ -185,14 +196,31 @@ class EventCodec:
         self._by_choice = dict(self._codecs.values())
 
     def encode(self, event: Event) -> bytes:
-        """Return the bytes of an `Update` that holds this event alone.
+        """Return the bytes of an `Update` that holds this event alone."""
+        return self.encode_all((event,))
+
+    def encode_all(self, events: Sequence[Event]) -> bytes:
+        """Return the bytes of an `Update` that holds these events.
 
         Messages may be concatenated: the bytes of several such updates are those of one that holds all their events.
         """
+        try:
+            # One call makes all messages, in their places: nothing is made alone and then copied.
+            return bytes(self._update(events=[self._envelope_values(event) for event in events]).SerializeToString())
+        except ValueError:  # one of them holds what the wire does not
+            return b"".join(map(self._encode_mended, events))
+
+    def _envelope_values(self, event: Event) -> dict[str, Any]:
+        choice, codec = self._codecs[type(event)]
+        values = codec.all_values(event)
         blanks = self._blanks.get(type(event))
         if blanks is not None:
-            event = msgspec.structs.replace(event, **blanks)
+            values.update(blanks)
+        return {"seq": values.pop("seq"), "step": values.pop("step"), "time_ns": values.pop("time_ns"), choice: values}
+
+    def _encode_mended(self, event: Event) -> bytes:
         choice, codec = self._codecs[type(event)]
+        event = msgspec.structs.replace(event, **self._blanks.get(type(event), {}))
         envelope = self._envelope(seq=event.seq, step=event.step, time_ns=event.time_ns, **{choice: codec.pack(event)})
         return bytes(self._update(events=[envelope]).SerializeToString())
 

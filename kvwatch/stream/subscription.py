@@ -7,7 +7,8 @@ until they are taken.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -30,6 +31,9 @@ MAX_UPDATE_BYTES = 1 << 20
 RETRY_SECONDS = 1.0
 """Pause after a snapshot could not be had."""
 
+RUNS_KEPT = 4
+"""Encoded runs of events that are kept for others who read the same ones: subscribers all wake up together."""
+
 MARK_SECONDS = 1.0
 """A subscriber to whom nothing is sent since nothing is wanted hears this often how far the log has gone."""
 
@@ -49,6 +53,7 @@ class EncodedEvents:
         self._codec = EventCodec(with_token_ids=with_token_ids)
         self._ring: list[tuple[Event, bytes] | None] = [None] * size
         self._max_bytes_each = max_bytes_each
+        self._runs: deque[tuple[Event, Event, bytes]] = deque(maxlen=RUNS_KEPT)
 
     def of(self, event: Event) -> bytes:
         """Return the bytes of an update that holds this event; several of them may be concatenated."""
@@ -60,6 +65,33 @@ class EncodedEvents:
         if len(content) <= self._max_bytes_each:
             self._ring[place] = (event, content)
         return content
+
+    def of_run(self, events: Sequence[Event]) -> bytes:
+        """Return the bytes of an update that holds these events, which follow each other in the log."""
+        first, last = events[0], events[-1]
+        for kept_first, kept_last, content in self._runs:
+            if kept_first is first and kept_last is last:
+                return content
+        content = self._codec.encode_all(events)
+        if len(content) <= MAX_UPDATE_BYTES:
+            self._runs.append((first, last, content))
+        return content
+
+    def pieces(self, events: Sequence[Event]) -> Iterator[tuple[bytes, int]]:
+        """Yield the same in pieces that fit into a message, each with the number of the event that comes after it."""
+        content = self.of_run(events)
+        if len(content) <= MAX_UPDATE_BYTES or len(events) == 1:
+            yield content, events[-1].seq + 1
+            return
+        middle = len(events) // 2
+        yield from self.pieces(events[:middle])
+        yield from self.pieces(events[middle:])
+
+    def chosen(self, events: Sequence[Event], wanted: Collection[type[Event]]) -> Iterator[tuple[bytes, int]]:
+        """Yield the bytes of those of these classes, each with the number of the event that comes after it."""
+        for event in events:
+            if type(event) in wanted:
+                yield self.of(event), event.seq + 1
 
 
 class News:
@@ -148,6 +180,9 @@ class Subscription:
         self._cursor.position = _first_seq(request, source)
         self._told_seq = -1
         self._told_at = 0.0
+        self._gathered: list[bytes] = []
+        """Encoded events that were not sent yet."""
+        self._num_gathered_bytes = 0
 
     @property
     def lag(self) -> int:
@@ -176,13 +211,18 @@ class Subscription:
             try:
                 events = self._cursor.read(BATCH)
             except GapError:
+                await self._send_gathered(self._cursor.position)
                 await self._heal()
                 continue
             if events:
-                await self._send_events(events)
-            elif self._source.news.is_over:
-                return
-            else:
+                await self._gather(events)
+            if len(events) == BATCH:  # one message for all that is there
+                await asyncio.sleep(0)
+                continue
+            await self._send_gathered(self._cursor.position)
+            if not events:
+                if self._source.news.is_over:
+                    return
                 await self._wait()
 
     def close(self) -> None:
@@ -198,22 +238,20 @@ class Subscription:
         else:
             await self._source.news.wait(position, None if is_told else MARK_SECONDS)
 
-    async def _send_events(self, events: list[Event]) -> None:
-        pieces: list[bytes] = []
-        num_bytes = 0
-        for event in events:
-            if self._wanted and type(event) not in self._wanted:
-                continue
-            content = self._encoded.of(event)
-            pieces.append(content)
-            num_bytes += len(content)
-            if num_bytes >= MAX_UPDATE_BYTES:
-                await self._send(Update(next_seq=event.seq + 1), pieces)
-                pieces, num_bytes = [], 0
+    async def _gather(self, events: list[Event]) -> None:
+        encoded, gathered_to = self._encoded, events[0].seq
+        for content, next_seq in encoded.chosen(events, self._wanted) if self._wanted else encoded.pieces(events):
+            if self._gathered and self._num_gathered_bytes + len(content) > MAX_UPDATE_BYTES:
+                await self._send_gathered(gathered_to)
+            self._gathered.append(content)
+            self._num_gathered_bytes += len(content)
+            gathered_to = next_seq
+
+    async def _send_gathered(self, next_seq: int) -> None:
+        """Send what was gathered: everything before `next_seq` that is wanted."""
+        pieces, self._gathered, self._num_gathered_bytes = self._gathered, [], 0
         if pieces:
-            await self._send(Update(next_seq=events[-1].seq + 1), pieces)
-        else:
-            await asyncio.sleep(0)
+            await self._send(Update(next_seq=next_seq), pieces)
 
     async def _heal(self) -> None:
         first = self._cursor.position

@@ -128,8 +128,8 @@ TELEMETRY = (
         name="unmeasured-is-zero",
         stands_for="O32: what was never measured is observed as 0.",
         file="kvwatch/ledger/feeds.py",
-        old="            value = quantity(event)\n            if value is not None:\n                cell",
-        new="            value = quantity(event) or 0\n            if value is not None:\n                cell",
+        old="[value for value in map(quantity, events) if value is not None]",
+        new="[value or 0 for value in map(quantity, events)]",
         tests=(f"{STORE}::test_what_was_never_measured_is_observed_nowhere",),
     ),
     Fault(

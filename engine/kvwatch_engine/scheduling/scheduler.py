@@ -10,8 +10,6 @@ Continuous batching: every step is composed anew from whatever is live. Engine t
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from kvwatch.telemetry.events import StepCompleted, StepScheduled
 from kvwatch.telemetry.events.block import AllocationReason
 from kvwatch.telemetry.events.request import PreemptionReason
@@ -278,7 +276,7 @@ class Scheduler:
         self._log.append(
             StepScheduled(
                 [chunk.sequence.request.request_id for chunk in chunks],
-                np.diff(scheduled.input.query_starts).tolist(),
+                [chunk.write_end - chunk.start for chunk in chunks],
                 scheduled.input.num_tokens,
                 len(chunks),
                 scheduled.written_block_ids,

@@ -113,19 +113,25 @@ class ViewCollector:
             return self._make_family(metric, samples, common)
         kept = self._kept.get(metric.name)
         if kept is None or kept.common != common or kept.samples != samples:
-            kept = self._kept[metric.name] = _Kept(common, samples, self._make_family(metric, samples, common))
+            family = self._make_family(metric, samples, common, kept if kept and kept.common == common else None)
+            kept = self._kept[metric.name] = _Kept(common, samples, family)
         return kept.family
 
-    def _make_family(self, metric: Metric, samples: Samples, common: tuple[str, ...]) -> Family:
-        names = (*COMMON_LABELS, *metric.labels)
+    def _make_family(
+        self, metric: Metric, samples: Samples, common: tuple[str, ...], last: _Kept | None = None
+    ) -> Family:
+        """Return a family; `last` is what was made the last time with the same common labels."""
+        if last is not None and [each.labels for each in last.samples] == [each.labels for each in samples]:
+            label_sets = [labels for labels, _ in last.family.series]
+        else:
+            label_sets = [(*common, *map(printable, sample.labels)) for sample in samples]
         series = tuple(
-            (
-                (*common, *map(printable, sample.labels)),
-                self._histogram(sample) if isinstance(sample, HistogramSample) else sample.value,
-            )
-            for sample in samples
+            [
+                (labels, self._histogram(sample) if isinstance(sample, HistogramSample) else sample.value)
+                for labels, sample in zip(label_sets, samples, strict=True)
+            ]
         )
-        return Family(PREFIX + metric.name, metric.kind, metric.brief, names, series)
+        return Family(PREFIX + metric.name, metric.kind, metric.brief, (*COMMON_LABELS, *metric.labels), series)
 
     def _aliases(self, view: View) -> Iterator[Family]:
         for alias in alias_families(view, self.identity):

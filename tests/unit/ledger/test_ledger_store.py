@@ -3,6 +3,8 @@
 from typing import Annotated, Literal
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvwatch.errors import SchemaError
 from kvwatch.ledger.series import SeriesSettings
@@ -30,6 +32,8 @@ from kvwatch.telemetry.schema import (
 )
 
 COUNTER = Metric(MetricKind.COUNTER, "things", "Things.", "1", ("color",))
+BY_COLOR = Metric(MetricKind.HISTOGRAM, "colored_seconds", "Wait.", "seconds", ("color",), buckets=(0.1, 1.0))
+BOUNDS_NS = st.sampled_from([100_000_000, 300_000_000, 1_000_000_000])
 SECONDS = Metric(MetricKind.HISTOGRAM, "wait_seconds", "Wait.", "seconds", buckets=(0.1, 0.3, 1.0))
 
 
@@ -76,15 +80,53 @@ def test_series_whose_labels_are_known_in_advance_begin_at_zero() -> None:
 def test_a_counter_adds_what_its_declaration_says(amount: Amount, expected: int) -> None:
     store = make_store(COUNTER.count(amount))
 
-    store.feed(happened(1, 2, 3, weights=(4, 5, 0), wait_ns=7))
+    store.feed([happened(1, 2, 3, weights=(4, 5, 0), wait_ns=7)])
 
     assert counts(store) == {("red",): expected, ("green",): 0}
+
+
+HAPPENINGS = st.builds(
+    lambda color, weighted_waits, wait_ns: Happened(
+        color=color,
+        waits_ns=[wait for wait, _ in weighted_waits],
+        weights=[weight for _, weight in weighted_waits],
+        wait_ns=wait_ns,
+    ),
+    st.sampled_from(["red", "green"]),
+    st.lists(st.tuples(st.integers(0, 2 * 10**9) | BOUNDS_NS, st.integers(0, 9)), max_size=5),
+    st.none() | st.integers(0, 2 * 10**9) | BOUNDS_NS,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(events=st.lists(HAPPENINGS, max_size=12))
+def test_events_that_are_fed_together_count_as_much_as_fed_one_by_one(events: list[Happened]) -> None:
+    feeds = (
+        *(COUNTER.count(amount) for amount in (one(), size_of("waits_ns"), sum_of("weights"), amount_of("wait_ns"))),
+        COUNTER.count(size_of("weights"), color="blue"),
+        SECONDS.observe(amount_of("wait_ns", 1e-9)),
+        SECONDS.observe(each_of("waits_ns", 1e-9)),
+        SECONDS.observe(weighted("waits_ns", "weights", 1e-9)),
+        BY_COLOR.observe(each_of("waits_ns", 1e-9)),
+    )
+    at_once, one_by_one = make_store(*feeds), make_store(*feeds)
+
+    at_once.feed(events)
+    for event in events:
+        one_by_one.feed([event])
+
+    assert counts(at_once) == counts(one_by_one)
+    assert at_once.histograms() == one_by_one.histograms()
+    waits = [wait for event in events for wait in event.waits_ns]
+    observed = {h.labels: h.counts for h in at_once.histograms() if h.metric is BY_COLOR}
+    assert sum(map(sum, observed.values())) == len(waits)
+    assert sum(counts[0] for counts in observed.values()) == sum(wait <= 100_000_000 for wait in waits)
 
 
 def test_a_constant_label_needs_no_field() -> None:
     store = make_store(COUNTER.count(color="blue"))
 
-    store.feed(happened())
+    store.feed([happened()])
 
     assert counts(store) == {("blue",): 1}
 
@@ -92,7 +134,7 @@ def test_a_constant_label_needs_no_field() -> None:
 def test_an_observation_on_a_bound_falls_into_its_bucket_although_it_is_measured_in_ns() -> None:
     store = make_store(SECONDS.observe(each_of("waits_ns", 1e-9)))
 
-    store.feed(happened(100_000_000, 300_000_000, 300_000_001, 1_000_000_000, 1_000_000_001))
+    store.feed([happened(100_000_000, 300_000_000, 300_000_001, 1_000_000_000, 1_000_000_001)])
 
     (histogram,) = store.histograms()
     assert histogram.counts == (1, 1, 2, 1)
@@ -103,7 +145,7 @@ def test_sums_are_exact_however_many_observations() -> None:
     store = make_store(SECONDS.observe(amount_of("wait_ns", 1e-9)))
 
     for _ in range(1000):
-        store.feed(happened(wait_ns=100_000_000))
+        store.feed([happened(wait_ns=100_000_000)])
 
     assert store.histograms()[0].sum == 100.0  # ten times 0.1 alone is not 1.0 in floating point
 
@@ -112,7 +154,7 @@ def test_what_was_never_measured_is_observed_nowhere() -> None:
     """vllm#49135: requests that end before a milestone must not yield latencies as long as the host is up."""
     store = make_store(SECONDS.observe(amount_of("wait_ns", 1e-9)), COUNTER.count(amount_of("wait_ns")))
 
-    store.feed(happened(wait_ns=None))
+    store.feed([happened(wait_ns=None)])
 
     assert store.histograms()[0].count == 0
     assert counts(store)[("red",)] == 0
@@ -121,7 +163,7 @@ def test_what_was_never_measured_is_observed_nowhere() -> None:
 def test_a_weight_observes_as_often_as_it_says() -> None:
     store = make_store(SECONDS.observe(weighted("waits_ns", "weights", 1e-9)))
 
-    store.feed(happened(50_000_000, 2_000_000_000, weights=(10, 3)))
+    store.feed([happened(50_000_000, 2_000_000_000, weights=(10, 3))])
 
     (histogram,) = store.histograms()
     assert histogram.counts == (10, 0, 0, 3)
@@ -169,21 +211,20 @@ def test_an_aborted_request_is_counted_once_and_adds_no_phantom_latency() -> Non
     """vllm#55634, #31503: aborts were missing from the counter, or added samples of steps that never were."""
     store = MetricStore(REGISTRY)
 
-    store.feed(
-        ev.RequestFinished(
-            request="r",
-            reason="abort",
-            prompt_tokens=5,
-            generated_tokens=0,
-            cached_tokens=0,
-            num_preemptions=0,
-            peak_blocks=None,
-            queue_ns=None,
-            prefill_ns=None,
-            decode_ns=None,
-            end_to_end_ns=None,
-        )
+    event = ev.RequestFinished(
+        request="r",
+        reason="abort",
+        prompt_tokens=5,
+        generated_tokens=0,
+        cached_tokens=0,
+        num_preemptions=0,
+        peak_blocks=None,
+        queue_ns=None,
+        prefill_ns=None,
+        decode_ns=None,
+        end_to_end_ns=None,
     )
+    store.feed([event])
 
     finished = {s.labels: s.value for s in store.counters() if s.metric is metrics.REQUESTS_FINISHED and s.value}
     observed = {h.metric.name: h.count for h in store.histograms() if h.count}
@@ -196,8 +237,8 @@ def test_fifty_adapters_and_a_thousand_tenants_add_no_series_to_any_store() -> N
     store = MetricStore(REGISTRY, SeriesSettings({"tenant": frozenset({"t7"})}))
     before = {(sample.metric.name, sample.labels) for sample in store.counters()}
     for number in range(1000):
-        store.feed(finished(f"r{number}", tenant=f"t{number}", lora=f"adapter-{number % 50}"))
-    store.feed(finished("plain", tenant="", lora=""))
+        store.feed([finished(f"r{number}", tenant=f"t{number}", lora=f"adapter-{number % 50}")])
+    store.feed([finished("plain", tenant="", lora="")])
 
     counted = {s.labels: s.value for s in store.counters() if s.metric is metrics.REQUESTS_FINISHED and s.value}
     assert {(sample.metric.name, sample.labels) for sample in store.counters()} == before

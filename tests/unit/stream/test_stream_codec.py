@@ -89,6 +89,15 @@ def test_bytes_of_single_events_may_be_put_one_after_the_other(events: list[Even
 
 
 @settings(max_examples=50, deadline=None)
+@given(events=st.lists(EVENTS, min_size=1, max_size=8), is_hostile=st.booleans())
+def test_many_events_at_once_are_the_same_bytes_as_one_by_one(events: list[Event], is_hostile: bool) -> None:
+    if is_hostile:
+        events[0] = RequestQueued(request="\ud800", prompt_tokens=2**70, num_sequences=1, queued_ns=0)
+
+    assert CODEC.encode_all(events) == b"".join(map(CODEC.encode, events))
+
+
+@settings(max_examples=50, deadline=None)
 @given(snapshot=structs(EngineSnapshot), rows=st.integers(1, 5))
 def test_a_snapshot_survives_whatever_the_size_of_its_parts(snapshot: EngineSnapshot, rows: int) -> None:
     names = [tier.tier for tier in snapshot.tiers]

@@ -15,7 +15,7 @@ from kvwatch.stream.codec import EventCodec, StreamError, StructCodec, join_part
 from kvwatch.stream.contract import Gap, Started, SubscribeRequest, Update
 from kvwatch.stream.descriptors import message_class
 from kvwatch.stream.snapshots import Snapshots
-from kvwatch.stream.subscription import EncodedEvents, News, Source, Subscription
+from kvwatch.stream.subscription import BATCH, EncodedEvents, News, Source, Subscription
 from kvwatch.telemetry.events import BlocksStored, RequestFinished, RequestQueued, StepCompleted
 from kvwatch.telemetry.log import EventLog
 from kvwatch.telemetry.schema import Event
@@ -252,6 +252,32 @@ def test_events_are_encoded_once_for_all_who_are_near_the_head() -> None:
     assert encoded.of(events[0]) is encoded.of(events[0])
     assert encoded.of(events[4]) != encoded.of(events[0])  # they share a place
     assert encoded.of(events[0]) == EVENTS.encode(events[0])
+
+
+def test_a_run_of_events_is_encoded_once_for_all_who_read_it_and_is_what_its_events_are() -> None:
+    log, encoded = EventLog(64), EncodedEvents()
+    cursors = [log.subscribe("a"), log.subscribe("b")]
+    engine = NaiveEngine(log)
+    for number in range(12):
+        engine.step([(number, 9), (number + 1, 5)])
+    first, second = (cursor.read() for cursor in cursors)
+    assert len(first) > 2
+
+    assert encoded.of_run(first) is encoded.of_run(second)
+    assert encoded.of_run(first) == b"".join(map(EVENTS.encode, first))
+    assert encoded.of_run(first[1:]) == b"".join(map(EVENTS.encode, first[1:]))
+    assert encoded.of_run(first[:-1]) == b"".join(map(EVENTS.encode, first[:-1]))
+
+
+def test_what_a_second_brings_comes_in_one_message() -> None:
+    async def act(bench: Bench, _: Peer) -> None:
+        bench.step(200)
+
+    bench, peer = subscribed(SubscribeRequest(), act)
+
+    assert len(peer.events) > 2 * BATCH
+    assert peer.num_messages == 2  # the first says where it begins
+    assert peer.next_seq == bench.log.head
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
