@@ -41,6 +41,8 @@ class FailingModel(NullModel):
         super().__init__()
         self.next_errors: list[Exception] = []
         self.fails_late = False
+        self.token_ns = 0
+        """What a token takes, by its own account."""
 
     def execute(self, step: StepInput) -> StepResult:
         error = self.next_errors.pop() if self.next_errors else None
@@ -49,7 +51,7 @@ class FailingModel(NullModel):
         result = super().execute(step)
         if error is not None:
             raise error
-        return result
+        return replace(result, forward_ns=self.token_ns * step.num_tokens)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -80,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             st.booleans(),  # whether prompts are reserved
             st.sampled_from([0.0, 0.5, 30.0]),  # seconds of ageing
             st.integers(1, 4),  # preemptions until a request is protected
+            st.sampled_from([(0.0, 0.0), (0.03, 0.05), (0.0, 0.02)]),  # bounds of a step; a token takes 1 ms
         ),
         tiers=st.one_of(
             st.none(),
@@ -115,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_cache: bool,
         log_capacity: int,
         closely: bool,
-        policies: tuple[str, str, bool, float, int],
+        policies: tuple[str, str, bool, float, int, tuple[float, float]],
         tiers: dict[str, Any] | None,
         tiers_seed: int,
         windows: tuple[int | None, ...],
@@ -132,6 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.log = EventLog(log_capacity, self.clock)
         self.model = FailingModel()
         num_drafted, least_match, self.model.period = speculation or (0, 1, 0)
+        self.model.token_ns = 1_000_000 if any(policies[5]) else 0
         self.model.slot_bytes = 8
         self.model.on_step = self.check_step
         self.model.on_context = self.check_context
@@ -151,6 +155,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             reserve_prompt=policies[2],
             priority_aging_seconds=policies[3],
             protect_after_preemptions=policies[4],
+            target_itl_seconds=policies[5][0],
+            max_step_seconds=policies[5][1],
             num_speculative_tokens=num_drafted,
             prompt_lookup_min=least_match,
             make_tiers=None if tiers is None else lambda manager: self.make_tiers(manager, tiers),

@@ -263,15 +263,4 @@ KERNELS_CPU = (
         new="store(advance(scores, offset), load(advance(scores, offset)))",
         tests=(f"{TESTS}/test_kernels_attention_truth.py::test_a_mixed_batch_equals_naive_attention",),
     ),
-    Fault(
-        name="the-pace-learns-nothing",
-        stands_for="Prompts beside decoding sequences are computed in steps as large as they can be.",
-        file="engine/kvwatch_engine/scheduling/scheduler.py",
-        old="        self._pace.note_step(scheduled.input.num_tokens, result.forward_ns * 1e-9)\n",
-        new="",
-        tests=(
-            "tests/unit/engine/test_engine_prefill_pace.py"
-            "::test_prompts_are_cut_so_that_those_who_decode_get_their_tokens_in_time",
-        ),
-    ),
 )

@@ -30,6 +30,7 @@ from mutate.faults_live import LIVE_CHANGES
 from mutate.faults_lora import LORA
 from mutate.faults_metrics import METRICS
 from mutate.faults_models import MODELS
+from mutate.faults_pace import PACE
 from mutate.faults_sources import SOURCES
 from mutate.faults_speculation import SPECULATION
 from mutate.faults_telemetry import TELEMETRY
@@ -51,6 +52,7 @@ AREAS: dict[str, tuple[Fault, ...]] = {
     "lora": LORA,
     "metrics": METRICS,
     "models": MODELS,
+    "pace": PACE,
     "sources": SOURCES,
     "speculation": SPECULATION,
     "telemetry": TELEMETRY,

@@ -44,6 +44,8 @@ def make_core(
 ) -> EngineCore:
     """Return an engine as `kvwatch serve` builds it, warmed up.
 
+    But its steps have at most 256 tokens and no bound in time, so that they are alike.
+
     Args:
         model: what it serves.
         log: where its events go.

@@ -32,7 +32,10 @@ class EngineSettings:
     max_prefill_chunk: int | None = None
     """Most tokens of one sequence in one step; none means `max_batch_tokens`."""
     target_itl_seconds: float = 0.0
-    """Time within which a step ends that decodes for some and computes prompts of others; 0 sets no such bound."""
+    """Time within which a step ends that decodes for some and computes prompts of others, but for few of them (see
+    `scheduling/step_bound.py`); 0 sets no such bound."""
+    max_step_seconds: float = 0.0
+    """Time within which every step ends that computes prompts; 0 sets no such bound."""
     watermark_blocks: int = 0
     """Blocks kept free when waiting requests, new or preempted, are admitted beside running ones."""
     reserve_prompt: bool = True
@@ -102,6 +105,7 @@ class EngineSettings:
             "max_batch_tokens": self.max_batch_tokens,
             "max_prefill_chunk": self.max_prefill_chunk,
             "target_itl_seconds": self.target_itl_seconds,
+            "max_step_seconds": self.max_step_seconds,
             "watermark_blocks": self.watermark_blocks,
             "reserve_prompt": self.reserve_prompt,
             "priority_aging_seconds": self.priority_aging_seconds,

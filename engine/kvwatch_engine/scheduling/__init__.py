@@ -11,6 +11,8 @@ request_events.py  the events that tell of them
 admission.py       who may start or resume, and why the others wait
 pause.py           holds all of them back, for a time
 victims.py         who yields when blocks are short
+step_bound.py      how long a step may take
+prefill_pace.py    how long it takes, as measured
 cost_model.py      what recomputation costs, as measured
 preemption.py      makes room: waits for what is coming, recomputes or swaps
 deadlines.py       whose time is over

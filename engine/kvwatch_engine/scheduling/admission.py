@@ -49,6 +49,19 @@ class Admission:
         self.pause.end_if_over()
         self._head_reason = None
 
+    @property
+    def num_startable_tokens(self) -> int:
+        """Prompt tokens that wait and could be computed now, were a step large enough; O(requests that run).
+
+        0 while the first request lacks blocks, as of the last step, while there is no room for another sequence, and
+        while nobody is admitted.
+        """
+        waiting = self._lifecycle.waiting
+        if not waiting or self.pause.is_active or WaitReason.BLOCKS in self.waiting_for:
+            return 0
+        is_full = self._lifecycle.num_admitted_sequences >= self.settings.max_num_seqs
+        return 0 if is_full else waiting.num_tokens
+
     def admit_next(self, budget: TokenBudget) -> Request | None:
         """Admit the head of the queue; return it when it runs now, None when the head must wait.
 

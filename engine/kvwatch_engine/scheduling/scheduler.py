@@ -27,9 +27,9 @@ from kvwatch_engine.scheduling.drafting import Drafting
 from kvwatch_engine.scheduling.lifecycle import Lifecycle
 from kvwatch_engine.scheduling.policy import StepSize, TokenBudget
 from kvwatch_engine.scheduling.preemption import Preemption
-from kvwatch_engine.scheduling.prefill_pace import PrefillPace
 from kvwatch_engine.scheduling.request import Request, RequestState, Sequence, WaitReason
 from kvwatch_engine.scheduling.results import AppliedStep, Results, StepDurations
+from kvwatch_engine.scheduling.step_bound import StepBound
 from kvwatch_engine.scheduling.step_builder import Chunk, ScheduledStep, build_step
 
 MAX_FAILED_ALLOCATIONS = 3
@@ -62,7 +62,7 @@ class Scheduler:
         self._drafting = Drafting(settings, manager, self.lifecycle)
         self._results = Results(settings, manager, self.lifecycle, log)
         self._deadlines = Deadlines()
-        self._pace = PrefillPace()
+        self._bound = StepBound()
         self._step_size = StepSize()
         self._ended: list[SequenceOutput] = []
         self.num_transfers = 0
@@ -147,7 +147,7 @@ class Scheduler:
             for sequence in self._active_sequences():
                 if sequence.is_decoding is want_decoding and sequence not in chunks:
                     self._schedule_sequence(sequence, budget, chunks)
-            if want_decoding and chunks:
+            if want_decoding:
                 self._leave_time(budget, chunks)
         if not self._preemption.has_shortage:
             # Whoever was preempted just now would be admitted again at once.
@@ -165,14 +165,23 @@ class Scheduler:
         return scheduled
 
     def _leave_time(self, budget: TokenBudget, chunks: dict[Sequence, Chunk]) -> None:
-        """Keep the step so small that those who decode get their tokens in time."""
-        target = self._settings.target_itl_seconds
-        if not target:
+        """Keep the step, so far of those who decode, as short as it has to be; see `step_bound.py`."""
+        settings = self._settings
+        if not (settings.target_itl_seconds or settings.max_step_seconds):
             return
-        num_decoding = sum(chunk.end - chunk.start for chunk in chunks.values())
-        most = self._pace.most_tokens(num_decoding, target)
+        num_begun = sum(
+            sequence.num_tokens - sequence.num_computed
+            for sequence in self._active_sequences()
+            if not sequence.is_decoding
+        )
+        if not (num_begun or self.lifecycle.waiting or settings.num_speculative_tokens):
+            return  # it only decodes
+        num_tokens = sum(chunk.end - chunk.start for chunk in chunks.values())
+        most = self._bound.most_prefill_tokens(
+            len(chunks), num_tokens, num_begun + self.admission.num_startable_tokens, settings
+        )
         if most is not None:
-            budget.remaining = min(budget.remaining, most - num_decoding)
+            budget.remaining = min(budget.remaining, most)
 
     def note_transfers(self) -> None:
         """Let those go on whose blocks have arrived, and those compute again whose blocks are lost."""
@@ -291,7 +300,7 @@ class Scheduler:
         lengths = [chunk.end - chunk.start for chunk in scheduled.chunks]
         num_prefill_tokens = sum(length for length in lengths if length > 1)
         self.cost.note_step(scheduled.input.num_tokens, num_prefill_tokens, result.forward_ns)
-        self._pace.note_step(scheduled.input.num_tokens, result.forward_ns * 1e-9)
+        self._bound.note_step(scheduled.input.num_tokens, len(lengths), result.forward_ns * 1e-9)
         self._step_size.succeed(self._settings)
         return self._results.apply(scheduled, result)
 

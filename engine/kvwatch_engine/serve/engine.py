@@ -151,6 +151,7 @@ def make_engine_settings(
         max_batch_tokens=settings.max_batch_tokens,
         max_prefill_chunk=settings.max_prefill_chunk,
         target_itl_seconds=settings.target_itl_seconds,
+        max_step_seconds=settings.max_step_seconds,
         watermark_blocks=parse_watermark(settings.watermark, num_blocks - 1),
         watermark_ratio=watermark_ratio(settings.watermark),
         reserve_prompt=settings.reserve_prompt,

@@ -53,16 +53,24 @@ class ServeSettings(ObservatorySettings, frozen=True, kw_only=True):
     ] = "auto"
     max_model_len: Annotated[int | None, setting("Longest sequence in tokens; default: the model's.", minimum=2)] = None
     max_num_seqs: Annotated[int, setting("Most sequences in one step.", minimum=1, maximum=4096)] = 64
-    max_batch_tokens: Annotated[int, setting("Most tokens in one step.", minimum=1)] = 256
+    max_batch_tokens: Annotated[int, setting("Most tokens in one step.", minimum=1)] = 2048
     max_prefill_chunk: Annotated[int | None, setting("Most tokens of one sequence in one step.", minimum=1)] = None
     target_itl_seconds: Annotated[
         float,
         setting(
-            "Prompts come in chunks that let steps with decoding sequences end in time; 0: any.",
+            "Steps that decode compute no more of prompts than fits; 1 gap of 200 may be longer, for queues. 0: any.",
             minimum=0,
             maximum=86_400,
         ),
-    ] = 0.06
+    ] = 0.07
+    max_step_seconds: Annotated[
+        float,
+        setting(
+            "No step computes more of prompts than fits into this time, whoever waits for it. 0: any.",
+            minimum=0,
+            maximum=86_400,
+        ),
+    ] = 1.0
     max_queued_requests: Annotated[int, setting("Waiting requests beyond this get 429.", minimum=1)] = 1024
     max_queued_tokens: Annotated[int, setting("Waiting prompt tokens beyond this get 429.", minimum=1)] = 1_048_576
     watermark: Annotated[str, setting("Blocks kept free at admission: 0.02 is a ratio, 8 are blocks.")] = "0.02"

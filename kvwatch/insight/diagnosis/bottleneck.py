@@ -51,7 +51,7 @@ def compute_bound(o: Observation) -> Verdict | None:
         f"The engine is bound by compute: {many(waiting, 'request')} waiting for a turn in a step, the model takes"
         f" {share:.0%} of the time, and blocks are not short.",
         "Add a replica or a faster device, or send shorter prompts; more KV memory will not help. A smaller"
-        " --max-batch-tokens makes tokens flow more evenly, not faster.",
+        " --target-itl-seconds makes tokens flow more evenly, not faster.",
         (
             Evidence("requests waiting for tokens of a step", waiting, "requests", (full_name(m.WAITING_REQUESTS),)),
             Evidence("time in the model", share, "ratio", (full_name(m.STEP_DURATION),)),
