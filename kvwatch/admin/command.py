@@ -123,7 +123,7 @@ def _refused(answer: "httpx.Response") -> int:
 
     try:
         detail = msgspec.json.decode(answer.content, type=dict[str, object])["detail"]
-    except (msgspec.MsgspecError, KeyError):
+    except (msgspec.MsgspecError, RecursionError, KeyError):
         detail = answer.text[:200]
     hint = " (here: --token-file FILE)" if answer.status_code == 401 else ""
     sys.stderr.write(f"kvwatch: {answer.status_code}: {' '.join(str(detail).split())}{hint}\n")

@@ -75,7 +75,7 @@ class Answer:
     def head(self, status: int, headers: dict[str, str]) -> bool:
         """See `Reader.head`."""
         kind = headers.get("content-type", "")
-        if status == 200 and kind.startswith("text/event-stream"):
+        if status == 200 and kind.lower().startswith("text/event-stream"):
             if self._spec.hang_up_after == 0:
                 self._outcome.status = "hung_up"
             return self._outcome.status == "hung_up"
@@ -165,7 +165,7 @@ def _decoded(data: bytes) -> _Chunk:
         return _decode(data)
     except UnicodeDecodeError as error:
         raise RequestFailed("bad_utf8", f"an event is not UTF-8: {data[:80]!r}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise RequestFailed("bad_json", f"{error}: {data[:80]!r}") from error
 
 

@@ -5,6 +5,7 @@ a library for every use; each is given to its reader from the event loop's own c
 """
 
 import asyncio
+import select
 from typing import Protocol
 
 import h11
@@ -43,8 +44,20 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether another request may be sent."""
+        """Whether nobody is known to have closed it."""
         return self._transport is not None and not self._transport.is_closing()
+
+    def is_quiet(self) -> bool:
+        """Return whether another request may be sent: it is open, and nothing has come that nobody asked for.
+
+        A server that closes after an answer without a word does so at the moment in which the next request would be
+        sent. Then the end of the connection is there already, but the event loop has not looked yet.
+        """
+        if self._transport is None or not self.is_open:
+            return False
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket"), select.POLLIN)
+        return not poll.poll(0)
 
     def close(self) -> None:
         """Close it at once, whatever is under way."""
@@ -117,7 +130,7 @@ class Connection(asyncio.BufferedProtocol):
             if found is None:
                 return False
             response, data = found
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in response.headers}
+            headers = _joined(response)
             self._body = _body_of(response.status_code, headers)
             self._may_stay = response.http_version == b"1.1" and "close" not in headers.get("connection", "").lower()
             if reader.head(response.status_code, headers):
@@ -150,6 +163,15 @@ class Connection(asyncio.BufferedProtocol):
             self._ended.set_result(None)
         else:
             self._ended.set_exception(error)
+
+
+def _joined(response: h11.Response) -> dict[str, str]:
+    """Return headers by name; one that came several times is a list (RFC 9110, 5.3)."""
+    headers: dict[str, str] = {}
+    for name, value in response.headers:
+        key, text = name.decode("latin-1"), value.decode("latin-1")
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
+    return headers
 
 
 def _body_of(status: int, headers: dict[str, str]) -> Body:

@@ -83,7 +83,7 @@ class Connections:
         now = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_open and now - connection.idle_since < KEEP_ALIVE_SECONDS:
+            if now - connection.idle_since < KEEP_ALIVE_SECONDS and connection.is_quiet():
                 return connection
             connection.close()
         return None

@@ -96,7 +96,7 @@ async def _models(http: httpx.AsyncClient, wanted: Wanted) -> list[_Card]:
         if error.kind == "http_404" and wanted.model is not None:
             return []  # a server may leave the list out; then the user's word is taken
         raise TargetUnreachable(f"{url}: {_remedy(error)}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TargetUnreachable(
             f"{url} does not answer with OpenAI's list of models ({error}); is it the address of an API?"
         ) from error

@@ -113,7 +113,7 @@ def read_run(path: Path) -> SavedRun:
         return msgspec.json.decode(path.read_bytes(), type=SavedRun)
     except OSError as error:
         raise SavedRunError(f"--compare: {path} cannot be read ({error.strerror}); name a file of --save") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SavedRunError(f"--compare: {path} is no file that --save of this version wrote ({error})") from error
 
 

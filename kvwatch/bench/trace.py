@@ -131,7 +131,7 @@ class TraceRequests(Sequence[RequestSpec]):
 def _decode(line: bytes, where: str) -> TraceRequest:
     try:
         request = msgspec.json.decode(line, type=TraceRequest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{where} is no request of a trace ({error}); see docs/bench.md") from error
     if request.input_length < 1 or request.output_length < 1:
         raise ConfigError(f"{where}: lengths must be at least 1")

@@ -71,7 +71,7 @@ class Asker:
         text = self._get(DIAGNOSIS_PATH, self._credentials)
         try:
             report = msgspec.json.decode(text, type=DiagnosisReport)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise TargetUnreachableError(f"{self._root + DIAGNOSIS_PATH} answers with something else") from error
         # An observatory that has just begun has looked once: then two pages from here are quicker.
         return report if report.engines and all(each.diagnosis for each in report.engines) else None
@@ -123,7 +123,7 @@ def _detail(answer: httpx.Response) -> str:
     body = next(answer.iter_raw(), b"")[:MAX_REFUSAL_BYTES]
     try:
         detail = msgspec.json.decode(body, type=_Problem).detail
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         detail = "it wants a token"
     shown = "".join(letter for letter in detail if letter.isprintable())
     return f"{shown} (here: --token-file FILE)"

@@ -82,7 +82,7 @@ async def _model_name(http: EngineHTTP) -> str:
         EngineUnreachableError: it does not answer.
     """
     body = await http.get("/v1/models")
-    with suppress(msgspec.MsgspecError, IndexError):
+    with suppress(msgspec.MsgspecError, RecursionError, IndexError):
         if body is not None:
             return msgspec.json.decode(body, type=_Models).data[0].id
     return ""

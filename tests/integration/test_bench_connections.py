@@ -105,10 +105,11 @@ def test_answers_of_all_kinds_come_over_one_connection() -> None:
     "first",
     [
         sized(b"one", b"Connection: Close\r\n"),
+        sized(b"one", b"Connection: Close\r\n", b"Connection: x\r\n"),
         sized(b"one").replace(b"HTTP/1.1", b"HTTP/1.0"),
         lambda connection: (connection.sendall(HEAD + b"\r\none"), connection.shutdown(socket.SHUT_RDWR)),
     ],
-    ids=["close", "old", "endless"],
+    ids=["close", "listed", "old", "endless"],
 )
 def test_a_connection_that_may_not_stay_is_not_used_again(first: bytes | Callable[[socket.socket], None]) -> None:
     with answering(first, sized(b"two")) as (url, asked):
@@ -140,6 +141,22 @@ def test_a_connection_that_the_server_closed_meanwhile_is_not_used_again() -> No
     with answering(one_and_close, sized(b"two")) as (url, asked):
         asyncio.run(ask(url))
     assert [number for number, _ in asked] == [0, 1]
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CORK"), reason="an answer and its end cannot be sent as one here")
+def test_a_connection_that_ends_with_its_answer_is_not_used_again_at_once() -> None:
+    """The server does not say that it will close; when the client asks again, its loop has not seen the end yet."""
+
+    def one_and_end(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+        connection.sendall(sized(b"one"))
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with answering(*[one_and_end] * 5) as (url, asked):
+        readers = posts(url, 5)
+
+    assert [reader.body for reader in readers] == [b"one"] * 5
+    assert [number for number, _ in asked] == [0, 1, 2, 3, 4]
 
 
 def test_what_is_sent_is_one_request_below_the_root() -> None:

@@ -167,6 +167,14 @@ def test_a_diagnosis_that_the_target_has_made_itself_is_taken() -> None:
     assert found == msgspec.json.decode(own, type=DiagnosisReport)
 
 
+def test_what_is_no_diagnosis_is_refused_however_deep_it_nests() -> None:
+    with one_page('{"x": ' + "[" * 100_000, path="/admin/v1/diagnosis") as url:
+        asker = Asker(url)
+        with pytest.raises(TargetUnreachableError, match="something else"):
+            asker.own_diagnosis()
+        asker.close()
+
+
 @contextmanager
 def admin_listener(folder: Path, listen: str = "127.0.0.1:0", token_file: Path | None = None) -> Iterator[str]:
     """Observe an idle engine until it was diagnosed; give the admin listener's address."""

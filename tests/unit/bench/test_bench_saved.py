@@ -75,7 +75,9 @@ def test_what_cannot_be_compared_is_counted_and_not_compared(more: dict[str, obj
     assert found.not_comparable == (2 if "index" in more else 1)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{}", b"[1]", b"\xff", b'{"format": "other", "seed": 1}'])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"{}", b"[1]", b"\xff", b'{"format": "other", "seed": 1}', b'{"x": ' + b"[" * 100_000]
+)
 def test_what_is_no_saved_run_is_refused(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "run.json"
     if content is not None:

@@ -46,6 +46,7 @@ def test_a_file_is_read_in_the_order_of_its_times(tmp_path: Path, name: str) -> 
         (b"", "holds no request"),
         (b'{"timestamp": 1}\n', "line 1"),
         (b"\xff\xff\n", "line 1"),
+        (b'{"x": ' + b"[" * 100_000, "line 1"),
         (line(0, 5, 5, [1]).encode() + b"[1, 2]\n", "line 2"),
         (line(0, 0, 5, [1]).encode(), "at least 1"),
         (None, "cannot be read"),

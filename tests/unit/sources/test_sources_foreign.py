@@ -185,6 +185,15 @@ def test_a_name_of_megabytes_is_cut() -> None:
             assert watched.source.model_name == "x" * foreign.MAX_NAME_LETTERS
 
 
+def test_a_list_of_models_that_nests_without_end_is_a_list_without_a_name() -> None:
+    with RoguePublisher() as publisher, EnginePages(vllm_pages(publisher)) as pages:
+        pages.pages["/v1/models"] = b'{"x": ' + b"[" * 100_000
+        publisher.publish(0, batch(stored(1), ts=1.0))
+        with Watched(parse_engine(f"a=vllm+{pages.url}")) as watched:
+            wait_until(lambda: watched.hashes() == keys(1))
+            assert watched.source.model_name == ""
+
+
 def test_given_addresses_need_no_answer_from_the_engine() -> None:
     with RoguePublisher() as publisher:
         publisher.publish(0, batch(stored(1), ts=1.0))
