@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import socketserver
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -82,8 +83,10 @@ class HandMadeServer:
 
 
 @contextlib.contextmanager
-def hand_made_server(answer: Answer = answer_in_words) -> Iterator[HandMadeServer]:
-    """Serve on a free port."""
+def hand_made_server(
+    answer: Answer = answer_in_words, context: ssl.SSLContext | None = None
+) -> Iterator[HandMadeServer]:
+    """Serve on a free port, over TLS if there is a context for it."""
     server = HandMadeServer(answer)
 
     class Handler(socketserver.BaseRequestHandler):
@@ -94,6 +97,13 @@ def hand_made_server(answer: Answer = answer_in_words) -> Iterator[HandMadeServe
         def _handle(self) -> None:
             connection: socket.socket = self.request
             connection.settimeout(30)
+            if context is None:
+                self._serve(connection)
+                return
+            with context.wrap_socket(connection, server_side=True) as encrypted:
+                self._serve(encrypted)
+
+        def _serve(self, connection: socket.socket) -> None:
             head, _, rest = _read_head(connection)
             if not head:
                 return
@@ -117,7 +127,7 @@ def hand_made_server(answer: Answer = answer_in_words) -> Iterator[HandMadeServe
         request_queue_size = 128
 
     with Listener(("127.0.0.1", 0), Handler) as listener:
-        server.url = f"http://127.0.0.1:{listener.server_address[1]}"
+        server.url = f"{'http' if context is None else 'https'}://127.0.0.1:{listener.server_address[1]}"
         thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:

@@ -1,13 +1,18 @@
 """One request: sent, and what became of it."""
 
 import asyncio
-import ssl
 from collections.abc import Callable
 
 import httpx
 
 from kvwatch.bench.answer import MAX_ERROR_BYTES, MAX_MESSAGE_CHARS, Answer, one_line
-from kvwatch.bench.connections import CONNECT_SECONDS, KEEP_ALIVE_SECONDS, Connections, request_headers
+from kvwatch.bench.connections import (
+    CONNECT_SECONDS,
+    KEEP_ALIVE_SECONDS,
+    Connections,
+    request_headers,
+    trusted_authorities,
+)
 from kvwatch.bench.dialect import Dialect
 from kvwatch.bench.errors import RequestFailed
 from kvwatch.bench.outcome import RequestOutcome
@@ -19,13 +24,17 @@ MAX_RETRY_SECONDS = 60.0
 
 
 def make_http(api_key: str | None, ca_file: str | None) -> httpx.AsyncClient:
-    """Return the HTTP client for all but the load: no proxy, no compression, no redirects."""
+    """Return the HTTP client for all but the load: no proxy, no compression, no redirects.
+
+    Raises:
+        ConfigError: `ca_file` holds no certificates, or cannot be read.
+    """
     return httpx.AsyncClient(
         headers=request_headers(api_key),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS),
         timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
         trust_env=False,
-        verify=ssl.create_default_context(cafile=ca_file),
+        verify=trusted_authorities(ca_file),
     )
 
 

@@ -12,6 +12,7 @@ import httpx
 
 from kvwatch.bench.connection import Connection, Reader
 from kvwatch.bench.errors import RequestFailed
+from kvwatch.errors import ConfigError
 
 CONNECT_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 2.0
@@ -26,6 +27,19 @@ def request_headers(api_key: str | None) -> dict[str, str]:
     return headers
 
 
+def trusted_authorities(ca_file: str | None) -> ssl.SSLContext:
+    """Return whom to trust: the system's authorities, or only those of a file in PEM.
+
+    Raises:
+        ConfigError: the file holds none, or cannot be read.
+    """
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # what ssl raises is one, too
+        reason = error.strerror or str(error)
+        raise ConfigError(f"--ca-file: {ca_file} cannot be used ({reason}); give certificates in PEM") from error
+
+
 class Connections:
     """Connections to one target, without proxies and redirects. Event loop only."""
 
@@ -35,10 +49,13 @@ class Connections:
         Args:
             url: Root of the target, http or https.
             api_key: Sent with every request.
-            ca_file: Authorities beside those of the system.
+            ca_file: Authorities to trust instead of the system's.
+
+        Raises:
+            ConfigError: the file holds none, or cannot be read.
         """
         self._url = httpx.URL(url)
-        self._ssl = ssl.create_default_context(cafile=ca_file) if self._url.scheme == "https" else None
+        self._ssl = trusted_authorities(ca_file) if self._url.scheme == "https" else None
         self._port = self._url.port or (443 if self._ssl else 80)
         headers = {"host": self._url.netloc.decode(), "accept": "*/*", **request_headers(api_key)}
         if self._url.userinfo and not api_key:

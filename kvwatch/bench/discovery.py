@@ -16,7 +16,8 @@ from kvwatch.config import unknown_name
 
 MAX_PAGE_BYTES = 16 * 2**20
 """Longest page that is read; a larger one counts as unreadable."""
-_GET_SECONDS = 10.0
+GET_SECONDS = 10.0
+"""Longest time that a page may take."""
 
 _OWNERS: dict[str, Kind] = {"kvwatch": "kvwatch", "vllm": "vllm", "sglang": "sglang"}
 _RESETS: dict[Kind, str] = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache"}
@@ -63,8 +64,13 @@ async def discover(http: httpx.AsyncClient, wanted: Wanted) -> Target:
     )
 
 
-async def get_text(http: httpx.AsyncClient, url: str, seconds: float = _GET_SECONDS) -> str:
+async def get_text(http: httpx.AsyncClient, url: str, seconds: float) -> str:
     """Return a page.
+
+    Args:
+        http: Asks for it.
+        url: Where it is.
+        seconds: What it may take.
 
     Raises:
         RequestFailed: there is none, it is no text, it is too long, or it takes too long.
@@ -78,12 +84,12 @@ async def get_text(http: httpx.AsyncClient, url: str, seconds: float = _GET_SECO
             async for piece in response.aiter_raw():
                 body += piece
                 if len(body) > MAX_PAGE_BYTES:
-                    raise RequestFailed("too_long", f"{url} answers with more than {MAX_PAGE_BYTES} bytes")
+                    raise RequestFailed("too_long", f"more than {MAX_PAGE_BYTES} bytes came")
             return body.decode()
     except TimeoutError as error:
-        raise RequestFailed("timeout", f"{url} did not answer within {seconds:g} s") from error
+        raise RequestFailed("timeout", f"no answer within {seconds:g} s") from error
     except UnicodeDecodeError as error:
-        raise RequestFailed("bad_utf8", f"{url} answers with what is no UTF-8") from error
+        raise RequestFailed("bad_utf8", "what came is no UTF-8") from error
     except httpx.HTTPError as error:
         raise failure_of(error) from error
 
@@ -91,7 +97,7 @@ async def get_text(http: httpx.AsyncClient, url: str, seconds: float = _GET_SECO
 async def _models(http: httpx.AsyncClient, wanted: Wanted) -> list[_Card]:
     url = wanted.url + "/v1/models"
     try:
-        cards = msgspec.json.decode(await get_text(http, url), type=_Models).data
+        cards = msgspec.json.decode(await get_text(http, url, GET_SECONDS), type=_Models).data
     except RequestFailed as error:
         if error.kind == "http_404" and wanted.model is not None:
             return []  # a server may leave the list out; then the user's word is taken
@@ -108,11 +114,14 @@ async def _models(http: httpx.AsyncClient, wanted: Wanted) -> list[_Card]:
 def _remedy(error: RequestFailed) -> str:
     remedies = {
         "refused": "is the server running? --wait-ready SECONDS waits for it",
+        "timeout": "if it is still starting, --wait-ready SECONDS waits for it",
         "http_401": "give its key with --api-key-file",
         "http_403": "give its key with --api-key-file",
         "http_404": "is it the address of an OpenAI-compatible API? Without a list of models, name one with --model",
         "http_503": "it is not ready; --wait-ready SECONDS waits for it",
     }
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return f"{error}; give the certificate of its authority with --ca-file"
     status = f"status {error.kind.removeprefix('http_')}: " if error.kind.startswith("http_") else ""
     return f"{status}{error}; {remedies.get(error.kind, 'check --url')}"
 
@@ -135,7 +144,7 @@ async def _metrics(http: httpx.AsyncClient, wanted: Wanted) -> tuple[str | None,
         return None, "unknown", None
     url = wanted.metrics_url or wanted.url + "/metrics"
     try:
-        page = await get_text(http, url)
+        page = await get_text(http, url, GET_SECONDS)
     except RequestFailed as error:
         if wanted.metrics_url is not None:
             raise TargetUnreachable(f"--metrics-url: {url}: {error}; correct it, or give {OFF}") from error

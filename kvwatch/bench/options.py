@@ -139,7 +139,7 @@ def _add_target(group: "argparse._ArgumentGroup") -> None:
     add("--model", help="served name (default: the first that the server lists)")
     add("--endpoint", choices=["completions", "chat"], default="completions", help="API (default: %(default)s)")
     add("--api-key-file", metavar="FILE", help="file with the API's key")
-    add("--ca-file", metavar="FILE", help="PEM certificates to trust with https")
+    add("--ca-file", metavar="FILE", help="PEM certificates to trust with https instead of the system's")
     add("--metrics-url", metavar="URL", help=f"the server's metrics (default: /metrics at --url; `{OFF}`: none)")
     add("--reset-url", metavar="URL", help="POST to it empties the prefix cache (default: by the server's kind)")
     add("--reset-token-file", metavar="FILE", help="file with the token that --reset-url wants")

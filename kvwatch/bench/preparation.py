@@ -37,7 +37,10 @@ async def measure_text(client: Client, limit_tokens: int) -> TextScale:
     if twice is None or len(known) < len(counts):
         return TextScale(ASSUMED_TOKENS_PER_WORD, 0)
     overhead = max(0, 2 * known[0] - twice)
-    return TextScale(round((sum(known) - overhead * len(parts)) / len(WORDS), 4), overhead)
+    tokens_per_word = round((sum(known) - overhead * len(parts)) / len(WORDS), 4)
+    if tokens_per_word <= 0:  # it says the same number of every prompt
+        return TextScale(ASSUMED_TOKENS_PER_WORD, 0)
+    return TextScale(tokens_per_word, overhead)
 
 
 async def reset_cache(http: httpx.AsyncClient, target: Target, token: str | None) -> str:

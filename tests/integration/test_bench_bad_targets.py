@@ -21,6 +21,7 @@ from hand_made_server import (
     slow_words,
 )
 
+from kvwatch.bench import discovery
 from kvwatch.errors import ConfigError
 
 SIZED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 500\r\n\r\n"
@@ -85,6 +86,18 @@ def test_a_page_without_end_is_not_read_to_its_end(capsys: pytest.CaptureFixture
         server.models = b"HTTP/1.1 200 OK\r\ncontent-length: 90000000\r\n\r\n" + b" " * 20_000_000
         assert run(["--url", server.url, *SHORT]) == 3
     assert "more than" in capsys.readouterr().err
+
+
+def test_a_server_that_listens_and_does_not_answer_yet_may_be_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "GET_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert run(["--url", url]) == 3
+    printed = capsys.readouterr().err
+    assert "--wait-ready" in printed
+    assert printed.count(url) == 1
 
 
 def test_a_server_that_lists_no_models_is_taken_at_the_users_word(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from bench_runs import bench
-from hand_made_server import STREAM_HEAD, Request, answer_in_words, hand_made_server, piece, response
+from hand_made_server import STREAM_HEAD, Request, answer_in_words, hand_made_server, piece, response, usage
+
+from kvwatch.bench.preparation import ASSUMED_TOKENS_PER_WORD
 
 VLLM = response("200 OK", b"vllm:num_preemptions_total 0\n")
 FEW = ("--num-requests", "8", "--concurrency", "2")
@@ -102,3 +104,17 @@ def test_tokens_of_words_are_measured(capsys: pytest.CaptureFixture[str]) -> Non
         len(str(request.body["prompt"]).split()) + int(str(request.body["max_tokens"])) for request in server.loads
     ]
     assert all(0.79 * 1024 <= length <= 0.9 * 1024 for length in lengths)
+
+
+@pytest.mark.parametrize("number", [0, 1, 7])
+def test_a_server_that_says_the_same_number_of_every_prompt_does_not_count_tokens(
+    capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def say(connection: socket.socket, _request: Request) -> None:
+        connection.sendall(STREAM_HEAD + piece(" a", 0, "stop") + usage(number, 1) + b"data: [DONE]\n\n")
+
+    with hand_made_server(say) as server:
+        server.prepare = say
+        status, report = bench(capsys, "--url", server.url, *FEW, "--scenario", "short", "--assert", "ok==8")
+    assert status == 0
+    assert report["target"]["tokens_per_word"] == ASSUMED_TOKENS_PER_WORD

@@ -1,11 +1,11 @@
 """A sidecar beside a kvwatch engine behind TLS and a token, and the traces that it makes of that engine's requests."""
 
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from certificates import make_certificate
 from otlp_receiver import attributes, grpc_collector
 from sidecar_stage import of_engine, sidecar_stage, wait_until
 from stream_stage import stream_stage
@@ -14,20 +14,6 @@ from kvwatch.stream.access import StreamOptions
 from kvwatch.telemetry.events import RequestFinished, RequestQueued
 
 RANK = (("dp_rank", "0"),)
-
-
-def make_certificate(folder: Path, name: str) -> tuple[str, str]:
-    """Make a certificate for this machine's loopback that signs itself; needs the command `openssl`."""
-    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-            "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key),
-            "-out", str(certificate),
-        ],
-        check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
-    return str(certificate), str(key)
 
 
 def test_over_tls_an_engine_is_watched_by_who_trusts_it_and_has_its_token(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ import contextlib
 import gzip
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from certificates import make_certificate, server_context
 
 from kvwatch.sources import engine_http
 from kvwatch.sources.engine_http import MAX_ANSWER_BYTES, EngineHTTP, EngineUnreachableError
@@ -162,30 +162,15 @@ def test_a_redirect_is_not_followed() -> None:
         assert elsewhere.num_connections == 0
 
 
-def make_certificate(folder: Path, *, days: int) -> tuple[Path, ssl.SSLContext]:
-    """Make a certificate for this machine's loopback that signs itself; needs the command `openssl`."""
-    certificate, key, wanted, names = (folder / name for name in ("crt", "key", "csr", "names"))
-    names.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n", encoding="utf-8")
-    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-keyout", key)
-    for command in (
-        ("req", "-new", *new_key, "-subj", "/CN=localhost", "-out", wanted),
-        ("x509", "-req", "-in", wanted, "-signkey", key, "-days", days, "-extfile", names, "-out", certificate),
-    ):
-        subprocess.run(["openssl", *map(str, command)], check=True, capture_output=True, timeout=60)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    return certificate, context
-
-
 def fine(connection: socket.socket) -> None:
     connection.recv(1 << 16)
     connection.sendall(head("Content-Length: 2") + b"ok")
 
 
 def test_over_tls_only_who_is_trusted_is_asked_and_the_file_is_read_again(tmp_path: Path) -> None:
-    certificate, context = make_certificate(tmp_path, days=2)
+    certificate, key = make_certificate(tmp_path)
     trusted = tmp_path / "trusted.pem"
-    with RawServer(fine, context) as server:
+    with RawServer(fine, server_context(certificate, key)) as server:
         url = f"a=vllm+https://127.0.0.1:{server.port}"
         with pytest.raises(EngineUnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
             get(url)  # the system's certificates do not have it
@@ -196,7 +181,7 @@ def test_over_tls_only_who_is_trusted_is_asked_and_the_file_is_read_again(tmp_pa
                 trusted.write_text(wrong, encoding="utf-8")
                 with pytest.raises(EngineUnreachableError):
                     await http.get("/")
-            trusted.write_text("# a name that is not ASCII: Müller\n" + certificate.read_text(), encoding="utf-8")
+            trusted.write_text("# a name that is not ASCII: Müller\n" + Path(certificate).read_text(), encoding="utf-8")
             assert await http.get("/") == b"ok"
             await http.close()
 
@@ -204,6 +189,7 @@ def test_over_tls_only_who_is_trusted_is_asked_and_the_file_is_read_again(tmp_pa
 
 
 def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
-    certificate, context = make_certificate(tmp_path, days=-1)
+    certificate, key = make_certificate(tmp_path, days=-1)
+    context = server_context(certificate, key)
     with RawServer(fine, context) as server, pytest.raises(EngineUnreachableError, match="expired"):
         get(f"a=vllm+https://127.0.0.1:{server.port}?ca_file={certificate}")

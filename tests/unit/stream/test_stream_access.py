@@ -1,10 +1,10 @@
 """Who may connect: tokens, addresses, certificates."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
+from certificates import make_certificate
 
 from kvwatch.errors import ConfigError, ExporterError
 from kvwatch.stream.access import StreamOptions, Tokens, make_credentials, reserve
@@ -92,27 +92,6 @@ def test_a_taken_port_is_an_error_that_names_the_flag() -> None:
         port = bound.getsockname()[1]
         with pytest.raises(ExporterError, match="--grpc-listen: cannot listen"):
             reserve(StreamOptions(listen=f"127.0.0.1:{port}"))
-
-
-def make_certificate(folder: Path, name: str) -> tuple[str, str]:
-    """Make a certificate for localhost that signs itself; needs the command `openssl`."""
-    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-        "-nodes",
-        "-days",
-        "2",
-    ]
-    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    command += ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return str(certificate), str(key)
 
 
 def test_certificate_and_key_must_both_be_there_and_belong_together(tmp_path: Path) -> None:
