@@ -33,6 +33,7 @@ def drive(seed: int) -> None:
             random.random() < 0.5,
             random.choice([0.0, 0.5, 30.0]),
             random.randint(1, 4),
+            random.choice([(0.0, 0.0), (0.03, 0.05), (0.0, 0.02)]),
         ),
         tiers=random.choice([None, random_tiers(random), random_real_tiers(random), random_real_tiers(random)]),
         tiers_seed=seed,
