@@ -15,6 +15,9 @@ from queue import Empty, Queue
 import httpx
 from openai import OpenAI
 
+NO_FURTHER_PORTS = ("--metrics-listen", "off", "--grpc-listen", "off", "--admin-listen", "off")
+"""Flags for processes that are to be refused for another reason than a port that somebody else holds."""
+
 
 class ServerProcess:
     """A running server."""

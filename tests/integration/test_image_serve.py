@@ -10,7 +10,7 @@ import openai
 import pytest
 from bench_runs import bench
 from image_stage import data_url
-from server_process import ServerProcess, serve_process
+from server_process import NO_FURTHER_PORTS, ServerProcess, serve_process
 from tiny_vision_model import NUM_IMAGE_TOKENS, make_tiny_vision_model, picture
 
 MODEL = "tiny-llava"
@@ -89,7 +89,18 @@ def test_the_load_generator_finds_no_text_of_one_image_in_the_answers_about_anot
     ids=repr,
 )
 def test_what_is_wrong_at_start_is_said_in_one_line(folder: Path, flags: list[str], reason: str) -> None:
-    command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(folder), "--port", "0", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "kvwatch",
+        "serve",
+        "--model",
+        str(folder),
+        "--port",
+        "0",
+        *NO_FURTHER_PORTS,
+        *flags,
+    ]
 
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from bench_runs import bench
 from lora_adapters import make_adapter
-from server_process import ServerProcess, serve_process
+from server_process import NO_FURTHER_PORTS, ServerProcess, serve_process
 from tiny_models import make_tiny_model
 
 MODEL = "tiny"
@@ -178,7 +178,7 @@ def test_what_is_wrong_at_start_is_said_in_one_line(
     named = [flag.format(a=adapters / "a", b=adapters / "b") for flag in flags]
     command = [
         sys.executable, "-m", "kvwatch", "serve", "--model", str(folder), "--served-model-name", MODEL, "--port", "0",
-        "--metrics-listen", "off", "--grpc-listen", "off", "--flight-dir", "off", "--num-blocks", "20", *named,
+        *NO_FURTHER_PORTS, "--flight-dir", "off", "--num-blocks", "20", *named,
     ]  # fmt: skip
 
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

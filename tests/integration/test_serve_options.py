@@ -11,7 +11,7 @@ import openai
 import pytest
 from model_families import family
 from openai_server import byte_level_tokenizer, save_tokenizer
-from server_process import ServerProcess, serve_process
+from server_process import NO_FURTHER_PORTS, ServerProcess, serve_process
 from tiny_models import make_tiny_model
 from transformers import AutoTokenizer
 
@@ -91,7 +91,18 @@ def test_prompts_are_what_the_given_template_and_tokenizer_make_of_messages(
 
 def refusal(*flags: str) -> str:
     """Return what `kvwatch serve` says when it refuses to start."""
-    command = [sys.executable, "-m", "kvwatch", "serve", "--port", "0", "--flight-dir", "off", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "kvwatch",
+        "serve",
+        "--port",
+        "0",
+        *NO_FURTHER_PORTS,
+        "--flight-dir",
+        "off",
+        *flags,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr

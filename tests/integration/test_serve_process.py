@@ -15,7 +15,7 @@ from typing import cast
 
 import httpx
 import pytest
-from server_process import ServerProcess, serve_process
+from server_process import NO_FURTHER_PORTS, ServerProcess, serve_process
 from tiny_models import make_tiny_model
 
 MODEL = "tiny"
@@ -186,7 +186,18 @@ def test_a_second_sigterm_exits_at_once(folder: Path) -> None:
     ],
 )
 def test_a_wrong_setting_is_one_line_that_says_what_to_do(folder: Path, flags: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(folder), "--port", "0", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "kvwatch",
+        "serve",
+        "--model",
+        str(folder),
+        "--port",
+        "0",
+        *NO_FURTHER_PORTS,
+        *flags,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     assert done.returncode == 2
@@ -203,7 +214,18 @@ def test_a_wrong_setting_is_one_line_that_says_what_to_do(folder: Path, flags: l
     ],
 )
 def test_whoever_contradicts_himself_does_not_wait_for_a_model(folder: Path, flags: list[str]) -> None:
-    command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(folder), "--port", "0", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "kvwatch",
+        "serve",
+        "--model",
+        str(folder),
+        "--port",
+        "0",
+        *NO_FURTHER_PORTS,
+        *flags,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     assert done.returncode == 2
@@ -216,9 +238,8 @@ def test_a_taken_port_is_named(folder: Path) -> None:
         port = str(taken.getsockname()[1])
         kv_events = ["--kv-events", f"tcp://127.0.0.1:{port}", "--kv-events-socket", "bind"]
         quiet = ["--port", "0", "--flight-dir", "off"]
-        quiet += [word for name in ("metrics", "grpc", "admin") for word in (f"--{name}-listen", "off")]
         for flags in (["--port", port], ["--port", "0", "--metrics-listen", f"127.0.0.1:{port}"], quiet + kv_events):
-            command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(folder), *flags]
+            command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(folder), *NO_FURTHER_PORTS, *flags]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
             assert done.returncode == 2
             assert port in done.stderr
@@ -228,9 +249,7 @@ def test_a_taken_port_is_named(folder: Path) -> None:
 
 def test_a_model_that_does_not_exist_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(tmp_path / "nothing"), "--port", "0"]
-    done = subprocess.run(
-        [*command, "--metrics-listen", "off"], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([*command, *NO_FURTHER_PORTS], capture_output=True, text=True, timeout=60, check=False)
 
     assert done.returncode == 2
     assert "nothing" in done.stderr
@@ -284,9 +303,7 @@ def test_a_damaged_model_folder_is_one_line(folder: Path, tmp_path: Path, name: 
     shutil.copytree(folder, damaged)
     (damaged / name).write_text(content)
     command = [sys.executable, "-m", "kvwatch", "serve", "--model", str(damaged), "--port", "0"]
-    done = subprocess.run(
-        [*command, "--metrics-listen", "off"], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([*command, *NO_FURTHER_PORTS], capture_output=True, text=True, timeout=60, check=False)
 
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
