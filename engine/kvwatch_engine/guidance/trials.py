@@ -24,7 +24,11 @@ _GRACE_SECONDS = 0.1
 
 
 class TrialStarved(Exception):
-    """A grammar had too little of a processor in its time to know whether it can be compiled."""
+    """A grammar had too little of a machine in its time to know whether it can be compiled."""
+
+
+class _TrialLost(Exception):
+    """Somebody else has ended what compiled a grammar, such as a system that is short of memory."""
 
 
 class Trials:
@@ -42,14 +46,18 @@ class Trials:
 
         Raises:
             RequestInvalid: it cannot be compiled, or not with the processor's time and the memory that it may take.
-            TrialStarved: it had too little of a processor within `seconds` to know.
+            TrialStarved: it had too little of a processor within `seconds` to know, or was ended by others again and
+                again.
         """
         try:
             trial = self._try(grammar, seconds)
-        except (Silence, OSError):  # the process has ended since the last time
-            self._note_end()
+        except (Silence, OSError, _TrialLost) as lost:
+            if not isinstance(lost, _TrialLost):  # the process has ended since the last time
+                self._note_end()
             try:
                 trial = self._try(grammar, seconds)
+            except _TrialLost as error:
+                raise TrialStarved from error
             except (Silence, OSError) as error:
                 raise _not_started(grammar) from error
         if trial.ended_by is not None:
@@ -71,9 +79,12 @@ class Trials:
             try:
                 connection.settimeout(seconds)
                 send_message(connection, untried)
-                return msgspec.msgpack.decode(receive_message(connection, deadline), type=Trial)
+                trial = msgspec.msgpack.decode(receive_message(connection, deadline), type=Trial)
             except TimeoutError as error:
                 raise TrialStarved from error
+        if trial.ended_by == signal.SIGKILL:  # nobody here ends a worker so without saying why
+            raise _TrialLost
+        return trial
 
     def close(self) -> None:
         """End the process, if there is one. Grammars that are being tried end with their time."""

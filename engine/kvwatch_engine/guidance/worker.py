@@ -95,6 +95,7 @@ class Worker:
         self.allowance = Allowance(0.0, 0.0)
         self.deadline = 0.0
         """Monotonic time at which its grammar's time is over."""
+        self._has_gone = False
         with theirs:
             self._pid = os.fork()
             if self._pid == 0:
@@ -139,15 +140,23 @@ class Worker:
         Its memory may take a while to be given back where no core is idle: nobody waits for that. See `has_gone`.
 
         Args:
-            because_of: signal to tell; 0 if it has ended by itself.
+            because_of: signal to tell; 0 if it has ended already, and its own end is told.
         """
         os.kill(self._pid, signal.SIGKILL)
         self.tasks.close()
         if self._connection is not None:
+            told = because_of or self._own_end()
             with suppress(OSError):
-                send_message(self._connection, Trial(ended_by=because_of))
+                send_message(self._connection, Trial(ended_by=told))
             self.note_done()
+
+    def _own_end(self) -> int:
+        """Return the signal that has ended it, 0 for none; its memory is gone by the time that its socket has ended."""
+        status = os.waitpid(self._pid, 0)[1]
+        self._has_gone = True
+        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
     def has_gone(self) -> bool:
         """Whether nothing is left of it, once it was ended; asked until that is so."""
-        return os.waitpid(self._pid, os.WNOHANG)[0] != 0
+        self._has_gone = self._has_gone or os.waitpid(self._pid, os.WNOHANG)[0] != 0
+        return self._has_gone

@@ -217,6 +217,13 @@ def status_of(process: psutil.Process) -> str:
     return psutil.STATUS_DEAD
 
 
+def processor_seconds(process: psutil.Process) -> float:
+    """Return the time of a processor that a process has taken, which may end meanwhile."""
+    with suppress(psutil.Error, OSError):
+        return float(sum(process.cpu_times()[:2]))
+    return 0.0
+
+
 def names_of_properties(count: int) -> Grammar:
     """Return a schema that takes a tenth of a millisecond of a processor for each of its names, or more."""
     names = json.dumps({"type": "object", "properties": {f"{i:x}": {} for i in range(count)}})
@@ -295,6 +302,39 @@ def test_a_trial_process_that_was_killed_is_started_again_and_nobody_notices() -
     finally:
         trials.close()
     assert not trial_processes()
+
+
+@pytest.mark.parametrize("is_once", [True, False], ids=["once", "always"])
+def test_a_grammar_is_not_blamed_for_a_worker_that_somebody_else_has_killed(is_once: bool) -> None:
+    """A system that is short of memory does so; the grammar is tried again, and what it found is no refusal."""
+    grammar = names_of_properties(3000)
+
+    async def killed(compiler: GuideCompiler, process: psutil.Process) -> asyncio.Task[object]:
+        """Compile the grammar; kill the worker that has it, once or as long as there is an answer to wait for."""
+        compiling: asyncio.Task[object] = asyncio.create_task(compiler.compile(grammar))
+        while not compiling.done():
+            busy = [each for each in process.children() if processor_seconds(each) > 0.05]
+            for each in busy:
+                with suppress(psutil.Error):
+                    each.kill()
+            if busy and is_once:
+                break
+            await asyncio.sleep(0.005)
+        return compiling
+
+    async def use(compiler: GuideCompiler) -> None:
+        await compiler.compile(NUMBER)
+        [process] = trial_processes()
+        compiling = await killed(compiler, process)
+        if is_once:
+            assert await compiling is not None
+        else:
+            with pytest.raises(EngineOverloaded, match="retry later"):
+                await compiling
+            assert (await compiler.compile(grammar)).start() is not None, "that was no refusal"
+        assert trial_processes() == [process], "the others went on"
+
+    with_compiler(use, replace(PATIENT, compile_cpu_seconds=60))
 
 
 def test_a_process_that_compiles_stands_still_between_its_turns_and_is_ended_for_what_it_has_used() -> None:
