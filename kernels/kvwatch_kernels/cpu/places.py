@@ -112,6 +112,8 @@ class Places:
     def address(self, num_threads: int) -> int:
         """Return the address for compiled code; 0 where nobody should move, since there are no cores to spare.
 
+        It is valid as long as this object lives.
+
         Args:
             num_threads: of the team, which may run where the calling thread may.
         """

@@ -79,7 +79,8 @@ def test_who_shares_a_core_with_another_of_the_team_goes_elsewhere_and_may_come_
 def test_who_is_alone_on_a_core_stays(two_cores: set[int]) -> None:
     def work() -> None:
         os.sched_setaffinity(0, two_cores)
-        before, after = look(Places().address(2), is_shared=False)
+        places = Places()  # its memory lives as long as it does
+        before, after = look(places.address(2), is_shared=False)
         assert before == after
 
     on_a_thread(work)
