@@ -216,7 +216,7 @@ class ModelRunner:
         return _Forward(self._looked_through(self._device.logits(step, sampled, adapters, images)), ())
 
     def _looked_through(self, logits: torch.Tensor) -> StepLogits:
-        """Return what f32[num_sampled, vocab_size] say, after the wants of a placeholder for images."""
+        """Look through f32[num_sampled, vocab_size]; the placeholder of images is written out of them first."""
         if self._model.images is not None:
             logits[:, self._model.images.input.placeholder_id] = NEVER  # no image would stand behind it
         return StepLogits.of(logits)
@@ -225,10 +225,10 @@ class ModelRunner:
         self, step: StepInput, sampled: Int64Array, adapters: StepAdapters | None, images: StepImages | None
     ) -> _Forward:
         decoder = self._model.decoder
-        # torch.tensor copies: it may then not mind that the step's arrays are read-only.
         attention = StepAttention.of_step(self._kv_cache, step, self._places)
         whole, operations = (self._whole if adapters is None else None), None
         if whole is None:
+            # torch.tensor copies: it may then not mind that the step's arrays are read-only.
             token_ids, positions = torch.tensor(step.token_ids), torch.tensor(step.positions)
             hidden = decoder.hidden_states(token_ids, positions, attention, adapters, images)
         else:

@@ -120,7 +120,7 @@ class StreamWriter:
 
     def write_now(self, body: bytes) -> None:
         """Send a piece that is not empty; only while there is room."""
-        assert self._direct is not None
+        assert self._direct is not None, "`has_room` was asked"
         self._direct(body)
 
     async def start(self) -> None:
